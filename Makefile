@@ -1,0 +1,83 @@
+# Beam Workbench. `make lab` opens the notebooks, `make test` runs the tests; both fill .venv first.
+#
+#   PYTHON       the interpreter the environment is made from (3.11 or newer)
+#   TORCH        the torch to install; by default the pin in constraints.txt, as a CPU build where
+#                there is no NVIDIA GPU. Anything pip takes: TORCH='torch==2.14.0', TORCH=./torch.whl
+#   TORCH_INDEX  an extra package index to look for torch in
+#   PYTEST_ARGS  further arguments for pytest
+
+PYTHON      ?= python3
+TORCH       ?=
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=120
+FILL  := scripts/fill_venv.py --venv $(VENV) --torch '$(TORCH)' --torch-index '$(TORCH_INDEX)'
+LAB   := lab,train
+TEST  := $(LAB),test
+FULL  := $(TEST),bench,dev
+NEEDS := pyproject.toml constraints.txt setup.py scripts/fill_venv.py
+
+.PHONY: help lab test test-full lint format bench hooks clean
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+help:
+	@echo "make lab        open JupyterLab on the notebooks"
+	@echo "make test       lint, types, tests, notebooks (under 10 minutes on 2 cores)"
+	@echo "make test-full  the same and everything slow"
+	@echo "make lint       ruff and mypy only"
+	@echo "make format     let ruff rewrite the source"
+	@echo "make bench      benchmarks that run on a CPU"
+	@echo "make hooks      install the pre-commit hooks"
+	@echo "make clean      remove the environment, builds and caches (a downloaded corpus stays)"
+
+# A stamp is written only after everything is in; it is newer than what it was made from.
+define fill
+@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found: install Python 3.11 or newer, or name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) -V 2>&1), older than 3.11: name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
+@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) has no venv module: install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+@$(PYTHON) $(FILL) --extras $(1)
+endef
+
+$(VENV)/.filled-lab: $(NEEDS)
+	$(call fill,$(LAB))
+	@touch $@
+
+$(VENV)/.filled-test: $(NEEDS)
+	$(call fill,$(TEST))
+	@touch $(VENV)/.filled-lab $@
+
+$(VENV)/.filled-full: $(NEEDS)
+	$(call fill,$(FULL))
+	@touch $(VENV)/.filled-lab $(VENV)/.filled-test $@
+
+lab: $(VENV)/.filled-lab
+	@$(BIN)/workbench lab
+
+lint: $(VENV)/.filled-test
+	@$(BIN)/ruff check --quiet --output-format=concise .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/python scripts/notebook_guard.py --check notebooks
+
+test: lint
+	@$(BIN)/python -m pytest $(NBVAL) tests notebooks $(PYTEST_ARGS)
+
+test-full: $(VENV)/.filled-full lint
+	@$(BIN)/python -m pytest $(NBVAL) -m "full or not full" tests notebooks $(PYTEST_ARGS)
+
+format: $(VENV)/.filled-test
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/.filled-full
+	@for script in benchmarks/cpu_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+hooks: $(VENV)/.filled-full
+	@$(BIN)/pre-commit install
+
+clean:
+	rm -rf $(VENV) $(VENV).lock build/lib build/bdist.* dist *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

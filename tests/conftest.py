@@ -1,0 +1,27 @@
+"""Fixtures shared by all tests."""
+
+import os
+import shutil
+
+import pytest
+
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="session")
+def chromium_path() -> str:
+    """Path of a Chromium to drive with playwright; skips the test where there is none.
+
+    `CHROMIUM` in the environment names another one.
+    """
+    named = os.environ.get("CHROMIUM")
+    if named:
+        found = shutil.which(named)
+        if found is None:
+            pytest.fail(f"CHROMIUM={named} is not a program")
+        return found
+    for name in CHROMIUM_NAMES:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    pytest.skip("no Chromium on PATH: install it (Debian: apt install chromium) or set CHROMIUM")

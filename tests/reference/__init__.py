@@ -1,0 +1,1 @@
+"""Independent oracles: they import nothing of workbench."""

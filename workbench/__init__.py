@@ -1,0 +1,61 @@
+"""Beam Workbench: a notebook-first research workbench for Reflection Beam.
+
+The public entry points are listed here and nowhere else; each is imported when first used, so
+``import workbench`` costs nothing and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench import views as views
+    from workbench.errors import WorkbenchError as WorkbenchError
+    from workbench.hardware import machine as machine
+    from workbench.model.checkpoint import load as load
+    from workbench.model.checkpoint import save as save
+    from workbench.model.config import BeamConfig as BeamConfig
+    from workbench.model.generate import generate as generate
+    from workbench.model.generate import stream as stream
+    from workbench.model.info import info as info
+    from workbench.model.inspect import capture as capture
+    from workbench.model.inspect import intervene as intervene
+    from workbench.model.inspect import logit_lens as logit_lens
+    from workbench.model.presets import resolve as resolve
+    from workbench.model.sampling import Sampling as Sampling
+    from workbench.model.tokenizer import Tokenizer as Tokenizer
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it. The imports above are for type checkers only.
+_PUBLIC = {
+    "BeamConfig": "workbench.model.config",
+    "Sampling": "workbench.model.sampling",
+    "Tokenizer": "workbench.model.tokenizer",
+    "WorkbenchError": "workbench.errors",
+    "capture": "workbench.model.inspect",
+    "generate": "workbench.model.generate",
+    "info": "workbench.model.info",
+    "intervene": "workbench.model.inspect",
+    "load": "workbench.model.checkpoint",
+    "logit_lens": "workbench.model.inspect",
+    "machine": "workbench.hardware",
+    "resolve": "workbench.model.presets",
+    "save": "workbench.model.checkpoint",
+    "stream": "workbench.model.generate",
+    "views": "workbench.views",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+    module = import_module(_PUBLIC[name])
+    value = module if name == "views" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*_PUBLIC, "__version__"])

@@ -1,0 +1,459 @@
+"""The command line, ``workbench COMMAND``: a command reads options, calls the library, prints.
+
+With ``--json`` a command prints exactly one JSON document on stdout (``demo`` prints JSON lines);
+whatever else there is to say goes to stderr. Exit status: 0, 1 for a wrong value (one sentence, no
+traceback), 2 for wrong usage, 130 after Ctrl-C. Nothing heavy is imported before a command needs
+it, so that ``--help`` and ``info`` answer at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from workbench.errors import WorkbenchError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from workbench.model.beam import Beam
+    from workbench.model.sampling import Sampling
+
+
+class Dtype(StrEnum):
+    """What weights and activations are computed in; routers are float32 always."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Group(TyperGroup):
+    """Turns the errors a user can act on into one sentence and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _fail("interrupted")
+            raise typer.Exit(130) from None
+        except (WorkbenchError, FloatingPointError, MemoryError) as error:
+            _fail(str(error) or "there is not enough memory for this")
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of stdout has had enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                raise typer.Exit(141) from None
+            where = f"{error.filename}: " if error.filename else ""
+            _fail(f"{where}{error.strerror or error}; free space or choose another path")
+        except RuntimeError as error:
+            # torch's, known by name: importing torch to catch it would slow every command down.
+            if type(error).__name__ not in ("OutOfMemoryError", "AcceleratorError"):
+                raise
+            _fail(f"the GPU gave up ({str(error).splitlines()[0]}); use a smaller size")
+        raise typer.Exit(1) from None
+
+
+def _fail(message: str) -> None:
+    print(f"workbench: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+app = typer.Typer(
+    name="workbench",
+    cls=Group,
+    help="See, run and change Reflection Beam. MODEL is beam-501b (its shape only), a bundled "
+    "checkpoint (beam-tiny), or a folder with config.json.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+train_app = typer.Typer(help="Train a model.", no_args_is_help=True)
+app.add_typer(train_app, name="train")
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Preset, bundled name or folder.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Prompt = Annotated[str | None, typer.Option(help="The text to go on from.", metavar="TEXT")]
+PromptFile = Annotated[
+    str | None,
+    typer.Option(help="A UTF-8 file to go on from, exactly; - is stdin.", metavar="FILE"),
+]
+NewTokens = Annotated[int, typer.Option(help="Most tokens to decode.", metavar="N")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", metavar="T")]
+TopP = Annotated[float, typer.Option(help="Probability mass to keep, up to 1.", metavar="P")]
+Seed = Annotated[int, typer.Option(help="Seed of the sampling.", metavar="S")]
+Precision = Annotated[
+    Dtype | None,
+    typer.Option(help="Default: float32 on a CPU, bfloat16 elsewhere."),
+]
+Device = Annotated[str | None, typer.Option(help="cpu (the default) or cuda.", metavar="DEVICE")]
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from workbench import __version__
+
+        print(__version__)
+        raise typer.Exit()
+
+
+@app.command()
+def info(model: Model, json: Json = False) -> None:
+    """Describe a model: layers, parameters, every field with its source."""
+    from workbench.model.info import info as describe
+
+    description = describe(model)
+    if json:
+        _emit(description.to_dict())
+        return
+    from workbench.terminal import info_page, out
+
+    info_page(description, out())
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    max_new_tokens: NewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    dtype: Precision = None,
+    device: Device = None,
+    no_draft: Annotated[
+        bool,
+        typer.Option(
+            "--no-draft",
+            help="Decode without a drafter. No drafter is bundled yet, so this is what runs "
+            "in any case.",
+        ),
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Go on from a prompt. The text streams to stdout, figures go to stderr."""
+    from workbench.model.generate import stream
+    from workbench.terminal import note, printable, speed
+
+    text, sampling = _prompt(prompt, prompt_file), _sampling(temperature, top_p, seed)
+    beam = _load(model, dtype, device)
+    if no_draft:
+        note("workbench: decoding without a drafter (none is bundled yet)")
+    tokens = stream(beam, text, max_new_tokens=max_new_tokens, sampling=sampling)
+    terminal = sys.stdout.isatty()
+    written = ""
+    if terminal and not json:
+        print(f"\x1b[2m{printable(text)}\x1b[22m", end="", flush=True)
+    for token in tokens:
+        if not json and token.text:
+            written = token.text
+            print(printable(written) if terminal else written, end="", flush=True)
+    result = tokens.generations[0]
+    if json:
+        # Plain decoding: every decode step gives exactly one token and nothing is drafted.
+        plain = {"acceptance_length": 1.0, "per_position_acceptance": []}
+        _emit({"model": beam.name} | result.to_dict() | plain)
+        return
+    if not written.endswith("\n"):
+        print(flush=True)
+    note(
+        f"{result.new_tokens} tokens after {result.prompt_tokens} of prompt, ended by "
+        f"{result.finish}; {speed(result.tokens_per_second)} (decode, measured here)"
+    )
+
+
+@app.command()
+def logits(
+    model: Model,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    dtype: Precision = None,
+    device: Device = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write logits [positions, vocabulary] float32 and token_ids here "
+            "(safetensors), whole or not at all.",
+            metavar="FILE",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Logits at every position of a prompt, and the token each position favours."""
+    text = _prompt(prompt, prompt_file)
+    beam = _load(model, dtype, device)
+    import torch
+
+    from workbench.model.prompts import prompt_ids
+
+    token_ids = prompt_ids(beam, text, room=0)[0]
+    with torch.inference_mode():
+        scores = beam.sequence_logits(torch.tensor(token_ids, device=beam.device)).float().cpu()
+        best, favoured = scores.max(-1)
+        chances = (best - scores.logsumexp(-1)).exp().tolist()
+    if not bool(torch.isfinite(scores).all()):
+        raise WorkbenchError(f"the logits of {beam.name} are not finite; check its weights")
+    if out is not None:
+        from safetensors.torch import save
+
+        from workbench.files import write_whole
+
+        tensors = {"logits": scores.contiguous(), "token_ids": torch.tensor(token_ids)}
+        write_whole(out, save(tensors))
+    rows = list(zip(favoured.tolist(), best.tolist(), strict=True))
+    if json:
+        _emit(
+            {
+                "model": beam.name,
+                "token_ids": token_ids,
+                "top": [{"token_id": i, "logit": logit} for i, logit in rows],
+                "file": None if out is None else str(out),
+            }
+        )
+        return
+    from workbench.terminal import logits_table, note
+    from workbench.terminal import out as console
+
+    labels = _labels(beam, token_ids), _labels(beam, favoured.tolist())
+    logits_table(*labels, best.tolist(), chances, console())
+    if out is not None:
+        note(f"wrote {out}: logits {list(scores.shape)} float32 and token_ids")
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    file: Annotated[
+        list[Path],
+        typer.Option(help="Text to score; repeat for more. .jsonl: a 'text' a line.", metavar="F"),
+    ],
+    more: Annotated[list[Path] | None, typer.Argument(metavar="[F]...", help="More files.")] = None,
+    dtype: Precision = None,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Bits per byte of a model on text files, each scored from its start."""
+    files = [*file, *(more or [])]
+    for path in files:  # before the model is loaded
+        if not path.is_file():
+            raise WorkbenchError(f"{path} is not a file; give --file a UTF-8 text file")
+    beam = _load(model, dtype, device)
+    from workbench.training.evaluate import bits_per_byte, read_texts
+
+    size = sum(path.stat().st_size for path in files)
+    with _progress("scoring", size) as bar:
+        result = bits_per_byte(
+            beam,
+            read_texts(files),
+            progress=lambda done: bar.update(bar.task_ids[0], completed=done),
+        )
+    if json:
+        _emit({"model": beam.name, "files": [str(path) for path in files]} | result)
+        return
+    print(
+        f"{result['bits_per_byte']:.4f} bits per byte over {result['bytes']:,} bytes "
+        f"({result['tokens']:,} tokens) in {len(files)} file{'s' * (len(files) != 1)}"
+    )
+
+
+@train_app.callback()
+def _train() -> None:
+    """Keeps ``model`` a word of its own: ``workbench train model``."""
+
+
+@train_app.command("model")
+def train_model(
+    config: Annotated[
+        str,
+        typer.Option(help="Training configuration (TOML), or the name of one that is bundled."),
+    ],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the saved state.")] = False,
+    json: Json = False,
+) -> None:
+    """Train a model as a configuration says; Ctrl-C saves the state for --resume."""
+    from workbench.training.pretrain import run
+
+    with _progress("training", None) as bar:
+
+        def show(step: int, steps: int, loss: float, tokens_per_second: float) -> None:
+            bar.update(
+                bar.task_ids[0],
+                total=steps,
+                completed=step,
+                description=f"training  loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s",
+            )
+
+        try:
+            result = run(config, resume=resume, progress=show)
+        except KeyboardInterrupt:
+            bar.stop()
+            _fail("interrupted; go on from the last saved state with --resume")
+            raise typer.Exit(130) from None
+    if json:
+        _emit(result)
+        return
+    from workbench.terminal import sparkline
+
+    losses = [loss for _, loss in result.get("losses", [])]
+    if losses:
+        print(f"loss  {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f} nats a token")
+    bits = result["bits_per_byte"]
+    held_out = "not evaluated" if bits is None else f"{bits:.4f} bits per byte on held-out code"
+    print(f"{result['steps']:,} steps in {result['seconds']:,.0f} s; {held_out}")
+    print(f"checkpoint: {result['checkpoint']}")
+
+
+@app.command()
+def demo(
+    model: Model = "beam-tiny",
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    max_new_tokens: NewTokens = 400,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    seed: Seed = 0,
+    dtype: Precision = None,
+    device: Device = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON lines, one a token.")] = False,
+) -> None:
+    """Watch a model write, each token coloured by its probability. Ctrl-C stops."""
+    from workbench.demo import DEFAULT_PROMPT, run_json, run_terminal
+    from workbench.model.generate import stream
+
+    given = prompt is not None or prompt_file is not None
+    text = _prompt(prompt, prompt_file) if given else DEFAULT_PROMPT
+    sampling = _sampling(temperature, top_p, seed)
+    beam = _load(model, dtype, device)
+    tokens = stream(beam, text, max_new_tokens=max_new_tokens, sampling=sampling)
+    (run_json if json else run_terminal)(tokens, text)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Say what this machine can run, and what is missing with its remedy."""
+    from workbench.doctor import diagnose
+
+    diagnosis = diagnose()
+    if json:
+        _emit(diagnosis.to_dict())
+    else:
+        from workbench.terminal import doctor_page, out
+
+        doctor_page(diagnosis, out())
+    if not diagnosis.ok:
+        _fail(f"the bundled model does not run here: {diagnosis.runs[0].reason}")
+        raise typer.Exit(1)
+
+
+@app.command()
+def lab(
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            help="Folder of your copy of the notebooks [default: ~/beam-workbench/notebooks].",
+            metavar="D",
+        ),
+    ] = None,
+    browser: Annotated[bool, typer.Option(help="Open a browser.")] = True,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port on 127.0.0.1 [default: a free one].")
+    ] = None,
+) -> None:
+    """Open JupyterLab on a writable copy of the notebooks. Ctrl-C stops it."""
+    from workbench.lab import DEFAULT_FOLDER, copy_notebooks, run_lab
+    from workbench.terminal import note
+
+    copied = copy_notebooks(folder or DEFAULT_FOLDER)
+    for name in copied.kept:
+        note(f"kept your changed {name}; rename it to get the version of this workbench beside it")
+    code = run_lab(copied.folder, port=port, browser=browser, say=note)
+    if code:
+        raise typer.Exit(1)
+
+
+# -- shared ---------------------------------------------------------------------------------------
+
+
+def _emit(document: dict[str, Any]) -> None:
+    from workbench.terminal import emit
+
+    emit(document)
+
+
+def _prompt(prompt: str | None, prompt_file: str | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise typer.BadParameter("give either --prompt or --prompt-file")
+    if prompt is not None:
+        return prompt
+    from workbench.files import read_text
+
+    return read_text(str(prompt_file))
+
+
+def _sampling(temperature: float, top_p: float, seed: int) -> Sampling:
+    from workbench.model.sampling import Sampling
+
+    return Sampling(temperature=temperature, top_p=top_p, seed=seed)
+
+
+def _load(model: str, dtype: Dtype | None, device: str | None) -> Beam:
+    import torch
+
+    from workbench.model.checkpoint import load
+
+    if device == "meta":
+        raise WorkbenchError("device 'meta' has no weights to compute with; use cpu or cuda")
+    return load(model, device=device, dtype=None if dtype is None else getattr(torch, dtype.value))
+
+
+def _labels(beam: Beam, token_ids: list[int]) -> list[str]:
+    if beam.tokenizer is None:
+        return [str(i) for i in token_ids]
+    return [beam.tokenizer.token_text(i) for i in token_ids]
+
+
+def _progress(what: str, total: int | None) -> Progress:
+    """A bar on stderr with one task; none where stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        Remaining(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+    bar.add_task(what, total=total)
+    return bar
+
+
+def main() -> None:
+    """Entry point of the ``workbench`` program."""
+    for output in (sys.stdout, sys.stderr):
+        # Where the terminal's encoding lacks a character, an escape is better than an end.
+        if hasattr(output, "reconfigure"):
+            output.reconfigure(errors="backslashreplace")
+    try:
+        app()
+    except KeyboardInterrupt:  # outside of a command, in an import for one
+        _fail("interrupted")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

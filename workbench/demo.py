@@ -1,0 +1,164 @@
+"""``workbench demo``: watch a model write in the terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+from time import monotonic
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from workbench.model.generate import Token, TokenStream
+from workbench.terminal import (
+    emit,
+    note,
+    printable,
+    probability_legend,
+    probability_style,
+    speed,
+)
+
+DEFAULT_PROMPT = 'def read_json(path):\n    """Read a JSON file."""\n'
+_REDRAW_SECONDS = 0.1
+
+
+def run_terminal(tokens: TokenStream, prompt: str) -> None:
+    """Write tokens to stdout as they come, in colours and with a status line on a terminal.
+
+    Finished lines scroll up; the line being written and the status below it are redrawn a few times
+    a second, whatever the decode speed. Ctrl-C ends the decoding, and the summary follows.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        _run_plain(tokens, prompt)
+        return
+    console.print(probability_legend())
+    console.print()
+    page = _Page(console, tokens)
+    page.add(printable(prompt), "dim")
+    stopped = False
+    # Redrawn from this loop, not by a thread of Live's: that would race with the text it draws.
+    with Live(get_renderable=page.render, console=console, auto_refresh=False) as live:
+        try:
+            drawn = 0.0
+            for token in tokens:
+                page.add(printable(token.text), probability_style(math.exp(token.logprob)))
+                if monotonic() - drawn >= _REDRAW_SECONDS:
+                    live.refresh()
+                    drawn = monotonic()
+        except KeyboardInterrupt:
+            stopped = True
+            tokens.close()
+        page.done = True
+        live.refresh()
+    console.print(Text(_summary(tokens, stopped), style="dim"))
+
+
+def _run_plain(tokens: TokenStream, prompt: str) -> None:
+    stopped = False
+    print(prompt, end="", flush=True)
+    try:
+        for token in tokens:
+            print(token.text, end="", flush=True)
+    except KeyboardInterrupt:
+        stopped = True
+        tokens.close()
+    print(flush=True)
+    note(_summary(tokens, stopped))
+
+
+def run_json(tokens: TokenStream, prompt: str) -> None:
+    """JSON lines on stdout: ``type`` is ``start``, then ``token`` for each, then ``summary``."""
+    limit = tokens.beam.config.max_position_embeddings
+    emit(
+        {
+            "type": "start",
+            "model": tokens.beam.name,
+            "prompt": prompt,
+            "prompt_tokens": tokens.context_used[0],
+            "context": limit,
+        }
+    )
+    stopped = False
+    try:
+        for token in tokens:
+            emit(_token_line(tokens, token))
+    except KeyboardInterrupt:
+        stopped = True
+        tokens.close()
+    summary = tokens.generations[0].to_dict()
+    emit({"type": "summary"} | summary | {"stopped": stopped, "context_used": _used(tokens)})
+    sys.stdout.flush()
+
+
+def _token_line(tokens: TokenStream, token: Token) -> dict[str, Any]:
+    rate = tokens.tokens_per_second
+    return {
+        "type": "token",
+        "index": token.index,
+        "token_id": token.id,
+        "text": token.text,
+        "logprob": token.logprob,
+        "tokens_per_second": rate if math.isfinite(rate) else None,
+        "context_used": _used(tokens),
+        "finished": token.finished,
+    }
+
+
+def _used(tokens: TokenStream) -> int:
+    return tokens.context_used[0]
+
+
+def _summary(tokens: TokenStream, stopped: bool) -> str:
+    result, limit = tokens.generations[0], tokens.beam.config.max_position_embeddings
+    why = "stopped" if stopped else f"ended by {result.finish}"
+    return (
+        f"{result.new_tokens} tokens, {why}; {speed(result.tokens_per_second)} (decode, measured "
+        f"here); context {_used(tokens)} of {limit}"
+    )
+
+
+class _Page:
+    """The line being written; whole lines are handed to the console above it."""
+
+    def __init__(self, console: Console, tokens: TokenStream) -> None:
+        self.console, self.tokens = console, tokens
+        self.line = Text(overflow="fold")
+        self.done = False
+
+    def add(self, text: str, style: str) -> None:
+        """Append a piece; what is complete leaves the redrawn region for good."""
+        first, *rest = text.expandtabs(4).split("\n")
+        self.line.append(first, style)
+        for piece in rest:
+            self._commit()
+            self.line.append(piece, style)
+        # A line longer than the screen is wide would make the redrawn region grow without end.
+        while cell_len(self.line.plain) > self.console.width:
+            head, self.line = self.line.divide([self.console.width])
+            self.console.print(head, no_wrap=True, overflow="ignore", crop=False)
+
+    def _commit(self) -> None:
+        self.console.print(self.line, overflow="fold")
+        self.line = Text(overflow="fold")
+
+    def render(self) -> Group | Text:
+        """The unfinished line, and below it the figures of this moment."""
+        line = self.line.copy()
+        if self.done:
+            return line
+        limit = self.tokens.beam.config.max_position_embeddings
+        used = _used(self.tokens)
+        filled = round(20 * used / limit)
+        status = Text.assemble(
+            (f"{speed(self.tokens.tokens_per_second):>16}", "bold"),
+            "   context ",
+            ("━" * filled, "#7D63D9"),
+            ("━" * (20 - filled), "dim"),
+            f" {used} of {limit}   Ctrl-C stops",
+        )
+        return Group(line, Text(), status)

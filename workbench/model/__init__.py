@@ -1,0 +1,1 @@
+"""The Beam model as readable PyTorch: configuration, weights, cache, decoding, inspection."""

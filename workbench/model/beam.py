@@ -1,0 +1,257 @@
+"""Reflection Beam in one file: attention, MLPs, layer, causal language model.
+
+- hybrid attention: sliding layers (RoPE, window) and full layers (no position encoding, SSMax);
+- grouped-query attention with per-head QK norm and a sigmoid output gate with one bias a head;
+- sandwich norms: one before and one after every sublayer, joined by a depth-scaled residual add;
+- a mixture of experts with a sigmoid router, correction bias and group limits (first layers dense);
+- an untied head with softcapped logits.
+
+The model computes on flat tokens: N tokens of any number of sequences, ``[N, H]``. Which sequence
+and position a token has, and what it attends to, is the context's business (``context.py``); the
+arithmetic of each operation, with its roundings, is in ``workbench.kernels.ops``. Weights that are
+read together are stored together: one packed Q+K+V+gate projection, experts as two stacks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workbench.kernels import ops
+from workbench.model.cache import KVCache
+from workbench.model.config import BeamConfig
+from workbench.model.context import CachedContext, Context, SequenceContext
+from workbench.model.parallel import Communicator, Shard
+
+if TYPE_CHECKING:
+    from workbench.model.tokenizer import Tokenizer
+
+
+def _weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with QK norm, RoPE or SSMax, and an output gate."""
+
+    def __init__(self, config: BeamConfig, layer: int, shard: Shard) -> None:
+        super().__init__()
+        self.layer, self.full, self.eps = layer, config.is_full(layer), config.rms_norm_eps
+        kv = shard.kv_heads(config)
+        self.heads, self.kv_heads = config.num_attention_heads // shard.world, kv.stop - kv.start
+        self.head_dim = config.head_dim
+        q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.widths = (q + k, k, q)  # q and k together, v, gate
+        self.qkvg = _weight(sum(self.widths), config.hidden_size)
+        self.qk_norm = _weight(2, self.head_dim)  # rows: q_norm, k_norm
+        self.gate_bias = _weight(self.heads)
+        self.o_proj = _weight(config.hidden_size, q)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """``[N, H] -> [N, H]`` (a partial sum when sharded)."""
+        qk, v, gate = (
+            t.unflatten(-1, (-1, self.head_dim))
+            for t in F.linear(x, self.qkvg).split(self.widths, -1)
+        )  # [N, A + G, D], [N, G, D], [N, A, D]
+        q, k = self.normed(qk, context).split((self.heads, self.kv_heads), 1)
+        o = ops.output_gate(context.attend(self.layer, q, k, v), gate, self.gate_bias)
+        return F.linear(o.flatten(1), self.o_proj)
+
+    def normed(self, qk: Tensor, context: Context) -> Tensor:
+        """QK norm, then RoPE on both (sliding) or SSMax on q (full): ``[N, A + G, D]``."""
+        weight = torch.cat(
+            (
+                self.qk_norm[:1].expand(self.heads, -1),
+                self.qk_norm[1:].expand(self.kv_heads, -1),
+            )
+        )
+        y = F.rms_norm(qk.float(), (self.head_dim,), None, self.eps)
+        qk = (y * weight).to(qk.dtype)
+        if not self.full:
+            return ops.apply_rope(qk, context.cos, context.sin)
+        q, k = qk.split((self.heads, self.kv_heads), 1)
+        return torch.cat(((q * context.ssmax).to(q.dtype), k), 1)
+
+
+class DenseMLP(nn.Module):
+    """SwiGLU MLP of the first layers."""
+
+    def __init__(self, config: BeamConfig, shard: Shard) -> None:
+        super().__init__()
+        width = config.intermediate_size // shard.world
+        self.gate_up = _weight(2 * width, config.hidden_size)
+        self.down = _weight(config.hidden_size, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, H] -> [N, H]`` (a partial sum when sharded)."""
+        return F.linear(ops.swiglu(F.linear(x, self.gate_up)), self.down)
+
+
+class Router(nn.Module):
+    """Chooses experts for each token; always float32."""
+
+    def __init__(self, config: BeamConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = _weight(config.num_experts, config.hidden_size, dtype=torch.float32)
+        self.correction_bias = _weight(config.num_experts, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``[N, H]`` -> (expert ids int64 ``[N, K]``, weights float32 ``[N, K]``)."""
+        c = self.config
+        return ops.route(
+            ops.router_scores(x, self.weight),
+            self.correction_bias,
+            c.num_experts_per_tok,
+            c.n_group,
+            c.topk_group,
+            c.norm_topk_prob,
+        )
+
+
+class SparseMLP(nn.Module):
+    """Mixture of SwiGLU experts."""
+
+    def __init__(self, config: BeamConfig, shard: Shard) -> None:
+        super().__init__()
+        experts, width = config.num_experts, config.moe_intermediate_size // shard.world
+        self.scale = config.routed_scaling_factor
+        self.router = Router(config)
+        self.gate_up = _weight(experts, 2 * width, config.hidden_size)
+        self.down = _weight(experts, width, config.hidden_size)
+        self.expert_mlp = ops.expert_mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, H] -> [N, H]`` (a partial sum when sharded)."""
+        ids, weights = self.router(x)
+        return self.expert_mlp(x, self.gate_up, self.down, ids, weights) * self.scale
+
+
+class Layer(nn.Module):
+    """One decoder layer: takes (stream, normed stream), gives the same for the next layer."""
+
+    def __init__(self, config: BeamConfig, layer: int, shard: Shard) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.scales = (ops.depth_scale(2 * layer + 2), ops.depth_scale(2 * layer + 3))
+        self.attention = Attention(config, layer, shard)
+        self.mlp = SparseMLP(config, shard) if config.is_sparse(layer) else DenseMLP(config, shard)
+        self.input_norm = _weight(config.hidden_size)
+        self.post_attention_norm = _weight(config.hidden_size)
+        self.pre_mlp_norm = _weight(config.hidden_size)
+        self.post_mlp_norm = _weight(config.hidden_size)
+        self.communicator: Communicator | None = None
+
+    def forward(
+        self, h: Tensor, x: Tensor, next_norm: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor]:
+        """``h`` residual stream and ``x = rms_norm(h, input_norm)``, both ``[N, H]``."""
+        a = self._whole(self.attention(x, context))
+        h, x = ops.boundary(
+            h, a, self.post_attention_norm, self.scales[0], self.pre_mlp_norm, self.eps
+        )
+        m = self._whole(self.mlp(x))
+        return ops.boundary(h, m, self.post_mlp_norm, self.scales[1], next_norm, self.eps)
+
+    def _whole(self, partial: Tensor) -> Tensor:
+        return partial if self.communicator is None else self.communicator.all_reduce(partial)
+
+
+class Beam(nn.Module):
+    """The causal language model, or one tensor-parallel rank of it.
+
+    Build it through :func:`workbench.load`; a bare ``Beam(config)`` has uninitialised weights
+    (use ``torch.device("meta")`` for shapes alone). Routers are float32, everything else has the
+    dtype that was default when it was built.
+    """
+
+    def __init__(self, config: BeamConfig, shard: Shard | None = None) -> None:
+        super().__init__()
+        self.config, self.shard = config, shard or Shard()
+        self.shard.check(config)
+        self.vocabulary = self.shard.part(config.vocab_size)
+        rows = self.vocabulary.stop - self.vocabulary.start
+        self.embed_tokens = _weight(rows, config.hidden_size)
+        self.layers = nn.ModuleList(
+            Layer(config, i, self.shard) for i in range(config.num_hidden_layers)
+        )
+        self.norm = _weight(config.hidden_size)
+        self.lm_head = _weight(rows, config.hidden_size)
+        self.communicator: Communicator | None = None
+        self.name = "beam"
+        self.tokenizer: Tokenizer | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.norm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Activation dtype."""
+        return self.norm.dtype
+
+    def connect(self, communicator: Communicator) -> None:
+        """Give a sharded model its ranks: partial sums are then made whole."""
+        self.communicator = communicator
+        for layer in self.layers:
+            assert isinstance(layer, Layer)  # for the type checker: ModuleList forgets
+            layer.communicator = communicator
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids ``[N]`` -> stream ``[N, H]``."""
+        if self.shard.world == 1:
+            return F.embedding(token_ids, self.embed_tokens)
+        local = token_ids - self.vocabulary.start
+        mine = (local >= 0) & (local < self.embed_tokens.shape[0])
+        rows = F.embedding(local * mine, self.embed_tokens) * mine[:, None].to(self.dtype)
+        return rows if self.communicator is None else self.communicator.all_reduce(rows)
+
+    def forward(self, token_ids: Tensor, context: Context) -> Tensor:
+        """Token ids int64 ``[N]`` -> final-normed hidden states ``[N, H]``."""
+        h = self.embed(token_ids)
+        layers = [layer for layer in self.layers if isinstance(layer, Layer)]
+        x = ops.rms_norm(h, layers[0].input_norm, self.config.rms_norm_eps)
+        norms = [*(layer.input_norm for layer in layers[1:]), self.norm]
+        for layer, next_norm in zip(layers, norms, strict=True):
+            h, x = layer(h, x, next_norm, context)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final hidden states ``[N, H]`` -> softcapped logits, float32 ``[N, V]``."""
+        logits = ops.softcap(F.linear(hidden, self.lm_head), self.config.final_logit_softcapping)
+        return logits if self.communicator is None else self.communicator.all_gather(logits)
+
+    def new_cache(self, slots: int = 1, rollback: int = 16) -> KVCache:
+        """An empty cache for ``slots`` sequences, of this model's dtype, device and heads."""
+        return KVCache(
+            self.config,
+            slots,
+            dtype=self.dtype,
+            device=self.device,
+            shard=self.shard,
+            rollback=rollback,
+        )
+
+    def sequence_logits(self, token_ids: Tensor) -> Tensor:
+        """Whole sequences ``[T]`` or ``[B, T]`` without a cache -> logits ``[(B,) T, V]``."""
+        batch = token_ids.shape[0] if token_ids.dim() == 2 else 1
+        context = SequenceContext(self.config, batch, token_ids.shape[-1], self.device)
+        logits = self.logits(self(token_ids.flatten(), context))
+        return logits.unflatten(0, token_ids.shape)
+
+    def extend(
+        self, cache: KVCache, token_ids: Tensor, counts: list[int], slots: list[int] | None = None
+    ) -> Tensor:
+        """Run ``counts[i]`` new tokens for cache slot ``slots[i]``; gives hidden states ``[N, H]``.
+
+        ``token_ids`` is flat ``[sum(counts)]``. One call is a prefill chunk, a decode step or a
+        verify step, depending on the counts.
+        """
+        context = CachedContext(cache, counts, slots)
+        hidden: Tensor = self(token_ids, context)
+        context.commit()
+        return hidden

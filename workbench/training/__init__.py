@@ -1,0 +1,1 @@
+"""Corpus, pretraining of the tiny model, its evaluation: torch, numpy, tokenizers alone."""
