@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,16 @@ CONFIG = BeamConfig(
     max_position_embeddings=2048,
     final_logit_softcapping=30.0,
 )
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The models are too small to share out, and waiting for a second thread costs more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -278,6 +289,61 @@ def test_evaluate_is_the_code_length_of_the_files(folder: str, tmp_path: Path) -
         value = document("evaluate", folder, *arguments)
         assert (value["bytes"], value["tokens"]) == (size, tokens)
         assert value["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, abs=2e-4)
+
+
+# -- the bundled model ----------------------------------------------------------------------------
+
+CODE = """
+class Stack:
+    def __init__(self, items=None):
+        self.items = list(items or [])
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("pop from an empty stack")
+        return self.items.pop()
+
+    def __len__(self):
+        return len(self.items)
+"""
+
+
+def test_the_bundled_model_knows_python_and_a_random_one_does_not(
+    folder: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "stack.py"
+    file.write_text(CODE, "utf-8")
+    trained = document("evaluate", "beam-tiny", "--file", str(file))["bits_per_byte"]
+    untrained = document("evaluate", folder, "--file", str(file))["bits_per_byte"]
+    assert trained < 1.5
+    assert untrained > 3.0
+
+
+def test_the_bundled_models_text_is_its_argmax(tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.py"
+    prompt.write_text(CODE[: CODE.index("\n        self.items.append")], "utf-8")
+    arguments = ["--prompt-file", str(prompt), "--max-new-tokens", "10"]
+    value = document("generate", "beam-tiny", *arguments)
+    beam = workbench.load("beam-tiny")
+    assert beam.tokenizer is not None
+    ids = beam.tokenizer.encode(prompt.read_text("utf-8"))
+    for expected in value["token_ids"]:  # whole-sequence forwards: no cache, no chunks
+        with torch.no_grad():
+            assert int(beam.sequence_logits(torch.tensor(ids))[-1].argmax()) == expected
+        ids.append(expected)
+    assert value["text"] == beam.tokenizer.decode(value["token_ids"])
+    assert "self" in value["text"]
+
+
+def test_doctor_runs_the_bundled_model() -> None:
+    value = document("doctor")
+    assert value["ok"] is True
+    assert re.fullmatch(
+        r"measured just now: \d+ tokens/s on \d+ cores?, float32", value["runs"][0]["reason"]
+    )
 
 
 # -- train ----------------------------------------------------------------------------------------

@@ -51,6 +51,14 @@ class Group(TyperGroup):
                 raise typer.Exit(141) from None
             where = f"{error.filename}: " if error.filename else ""
             _fail(f"{where}{error.strerror or error}; free space or choose another path")
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package in ("", "workbench"):
+                raise
+            _fail(
+                f"{package} is not installed beside this Python; "
+                f"run: {sys.executable} -m pip install {package}"
+            )
         except RuntimeError as error:
             # torch's, known by name: importing torch to catch it would slow every command down.
             if type(error).__name__ not in ("OutOfMemoryError", "AcceleratorError"):
@@ -141,10 +149,11 @@ def generate(
     json: Json = False,
 ) -> None:
     """Go on from a prompt. The text streams to stdout, figures go to stderr."""
+    text = _prompt(prompt, prompt_file)
     from workbench.model.generate import stream
     from workbench.terminal import note, printable, speed
 
-    text, sampling = _prompt(prompt, prompt_file), _sampling(temperature, top_p, seed)
+    sampling = _sampling(temperature, top_p, seed)
     beam = _load(model, dtype, device)
     if no_draft:
         note("workbench: decoding without a drafter (none is bundled yet)")
@@ -326,11 +335,11 @@ def demo(
     json: Annotated[bool, typer.Option("--json", help="Print JSON lines, one a token.")] = False,
 ) -> None:
     """Watch a model write, each token coloured by its probability. Ctrl-C stops."""
+    given = None if prompt is None and prompt_file is None else _prompt(prompt, prompt_file)
     from workbench.demo import DEFAULT_PROMPT, run_json, run_terminal
     from workbench.model.generate import stream
 
-    given = prompt is not None or prompt_file is not None
-    text = _prompt(prompt, prompt_file) if given else DEFAULT_PROMPT
+    text = DEFAULT_PROMPT if given is None else given
     sampling = _sampling(temperature, top_p, seed)
     beam = _load(model, dtype, device)
     tokens = stream(beam, text, max_new_tokens=max_new_tokens, sampling=sampling)

@@ -22,7 +22,13 @@ from workbench.terminal import (
     speed,
 )
 
-DEFAULT_PROMPT = 'def read_json(path):\n    """Read a JSON file."""\n'
+DEFAULT_PROMPT = '''import os
+
+
+class Cache:
+    """A cache of files."""
+
+    def __init__(self, '''
 _REDRAW_SECONDS = 0.1
 
 

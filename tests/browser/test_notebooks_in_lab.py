@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,15 +15,22 @@ import torch  # noqa: E402
 
 import workbench  # noqa: E402
 from browser.lab import CHROMIUM_FLAGS, Lab, Notebook, open_notebook, running_lab  # noqa: E402
+from workbench.model.beam import Beam  # noqa: E402
+from workbench.model.inspect import Capture  # noqa: E402
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
-LIVE_PROMPT = "def fibonacci(n):\n"  # those of 00_start_here, cells "write" and "live"
-WRITE_PROMPT = "def read_lines(path):\n"
+# The prompts of the notebooks' cells.
+WRITE_PROMPT = 'class Stack:\n    """A last-in, first-out list."""'
+LIVE_PROMPT = "def fibonacci(n):"
 SAMPLING = workbench.Sampling(temperature=0.7, top_p=0.95, seed=3)
-EXPLORED = "def mean(values):\n    return sum(values) / len(values)"  # that of 01_inside_beam
+EXPLORED = (
+    'def mean(values):\n    """Return the arithmetic mean of some numbers."""\n'
+    "    return sum(values) / len(values)"
+)
 
-_LIVE = "() => document.querySelector('.bw-live-status')?.textContent"
+_STATUS = "document.querySelector('.bw-live-status').textContent"
+_WRITTEN = "document.querySelector('.bw-live-written')"
 _EXPLORER = """() => {
     const widget = document.querySelector('.bw-explore-readout')?.closest('.widget-vbox');
     return widget?.querySelector('.js-plotly-plot');
@@ -55,7 +63,7 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def beam() -> workbench.model.beam.Beam:
+def beam() -> Beam:
     return workbench.load("beam-tiny")
 
 
@@ -72,66 +80,42 @@ def assert_quiet(notebook: Notebook) -> None:
     assert notebook.outside == [], "the page asked other hosts"
 
 
-def status_of(notebook: Notebook) -> str:
-    return str(notebook.page.evaluate(_LIVE))
-
-
 def live_text(notebook: Notebook) -> str:
-    return str(
-        notebook.page.evaluate("() => document.querySelector('.bw-live-written').textContent")
-    )
+    return str(notebook.page.evaluate(f"() => {_WRITTEN}.textContent"))
 
 
-def test_start_here(
-    lab: Lab,
-    browser: "playwright.Browser",
-    beam: workbench.model.beam.Beam,
-    screenshots: Path,
-) -> None:
-    live_tokens = list(workbench.stream(beam, LIVE_PROMPT, max_new_tokens=600, sampling=SAMPLING))
-    whole = "".join(token.text for token in live_tokens)
-    written = "".join(t.text for t in workbench.stream(beam, WRITE_PROMPT, max_new_tokens=72))
+def decode(beam: Beam, prompt: str, count: int, **options: Any) -> str:
+    """The first ``count`` tokens as text, decoded in this process."""
+    tokens = workbench.stream(beam, prompt, max_new_tokens=count, **options)
+    return "".join(token.text for token in tokens)
+
+
+def test_start_here(lab: Lab, browser: "playwright.Browser", beam: Beam, screenshots: Path) -> None:
     with open_notebook(browser, lab, "00_start_here.ipynb") as notebook:
         page = notebook.page
         notebook.run_all()
 
         # Two layer strips; what was written stands in the page, word for word.
-        page.wait_for_function(
+        notebook.until(
             "() => document.querySelectorAll('.jp-RenderedPlotly .main-svg').length >= 2"
         )
         texts = page.locator(".jp-RenderedHTMLCommon").all_text_contents()
-        assert any(WRITE_PROMPT + written in text for text in texts)
+        written = WRITE_PROMPT + decode(beam, WRITE_PROMPT, 96)
+        assert any(written in text for text in texts)
 
-        # Live generation started by itself when it was shown, and runs to its end.
+        # Live generation starts by itself when it is shown. Stop it on its way.
         page.locator(".bw-live").scroll_into_view_if_needed()
-        notebook.until(_ended(live_tokens), 60)
-        assert live_text(notebook) == whole
-        count = re.match(r"([\d,]+) tokens", status_of(notebook))
-        assert count is not None
-        assert int(count[1].replace(",", "")) == len(live_tokens)
-
-        # Start and stop at once: what is there is the beginning of the same text.
-        start, stop = (page.locator(".bw-live-button", has_text=t) for t in ("art", "Stop"))
-        start.click()
-        notebook.until("() => document.querySelector('.bw-live-written').childElementCount > 0")
+        start, stop = (page.locator(".bw-live-button").nth(i) for i in (0, 1))
+        notebook.until(f"() => {_WRITTEN}.childElementCount >= 20", 60)
         stop.click()
-        notebook.until(
-            "() => document.querySelector('.bw-live-status').textContent.includes('stopped')"
-        )
-        part = live_text(notebook)
-        assert whole.startswith(part)
-        assert 0 < len(part) < len(whole)
-        page.wait_for_timeout(400)
-        assert live_text(notebook) == part, "tokens arrived after the stop"
+        check_stopped(notebook, beam)
 
-        # An interrupt of the idle kernel stops it as well.
+        # Start anew: the same beginning. An interrupt of the kernel, idle by now, ends it too.
         start.click()
-        notebook.until("() => document.querySelector('.bw-live-written').childElementCount > 0")
-        page.wait_for_timeout(300)
+        notebook.until(f"() => !{_STATUS}.includes('stopped')")
+        notebook.until(f"() => {_WRITTEN}.childElementCount >= 10", 60)
         notebook.command("notebook:interrupt-kernel")
-        notebook.until(
-            "() => document.querySelector('.bw-live-status').textContent.includes('stopped')"
-        )
+        check_stopped(notebook, beam)
 
         # Another prompt, which the page must show as text.
         hostile = "<img src=x onerror=document.title='hit'>"
@@ -141,6 +125,7 @@ def test_start_here(
             "text => document.querySelector('.bw-live-given').textContent === text",
             argument=hostile,
         )
+        notebook.until(f"() => {_WRITTEN}.childElementCount > 0", 60)
         stop.click()
         assert page.locator(".bw-live img").count() == 0
         assert page.title() != "hit"
@@ -149,9 +134,20 @@ def test_start_here(
         assert_quiet(notebook)
 
 
-def _ended(tokens: list[workbench.model.generate.Token]) -> str:
-    word = "ended by the model" if tokens[-1].finished == "eos" else "limit of"
-    return f"() => document.querySelector('.bw-live-status').textContent.includes('{word}')"
+def check_stopped(notebook: Notebook, beam: Beam) -> None:
+    """It says so, stays so, and what stands there is the beginning of what Python decodes."""
+    notebook.until(f"() => {_STATUS}.includes('stopped')")
+    text = live_text(notebook)
+    said = re.match(
+        r"([\d,]+) tokens · ([\d,]+) tokens/s", notebook.page.evaluate(f"() => {_STATUS}")
+    )
+    assert said is not None
+    count, speed = (int(number.replace(",", "")) for number in said.groups())
+    assert speed > 0
+    assert notebook.page.evaluate(f"() => {_WRITTEN}.childElementCount") == count
+    assert text == decode(beam, LIVE_PROMPT, count, sampling=SAMPLING)
+    notebook.page.wait_for_timeout(400)
+    assert live_text(notebook) == text, "tokens arrived after the stop"
 
 
 def shown(notebook: Notebook) -> str:
@@ -161,8 +157,8 @@ def shown(notebook: Notebook) -> str:
 
 
 def expected_lines(
-    seen: workbench.model.inspect.Capture,
-    beam: workbench.model.beam.Beam,
+    seen: Capture,
+    beam: Beam,
     layer: int,
     head: int | None,
 ) -> list[str]:
@@ -191,7 +187,7 @@ def expected_lines(
 def test_inside_beam(
     lab: Lab,
     browser: "playwright.Browser",
-    beam: workbench.model.beam.Beam,
+    beam: Beam,
     screenshots: Path,
 ) -> None:
     seen = workbench.capture(beam, EXPLORED, attention=True)

@@ -49,6 +49,15 @@ def random_beam(config: BeamConfig = CONFIG, kind: type[Beam] = Beam) -> Beam:
     return beam.eval()
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are too small to share out, and waiting for a second thread costs more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def beam() -> Beam:
     return random_beam()

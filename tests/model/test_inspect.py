@@ -20,7 +20,7 @@ from torch import Tensor
 import workbench
 from reference import beam_fp64 as ref
 from workbench.errors import InspectionError
-from workbench.model import inspect as inspect_module
+from workbench.model import capture as capture_module
 from workbench.model.beam import Beam
 from workbench.model.context import SequenceContext
 from workbench.model.inspect import (
@@ -150,7 +150,7 @@ def test_long_prompts_fill_the_cache_in_chunks(
     features: Small, beam: Beam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = capture(beam, features.tokens, kv=True).kv
-    monkeypatch.setattr(inspect_module, "KV_CHUNK", 7)
+    monkeypatch.setattr(capture_module, "KV_CHUNK", 7)
     for layer, contents in capture(beam, features.tokens, kv=True).kv.items():
         assert contents.positions.tolist() == whole[layer].positions.tolist()
         assert_close(contents.k, whole[layer].k, atol=1e-5)

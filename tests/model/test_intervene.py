@@ -15,6 +15,7 @@ import workbench
 from reference import beam_fp64 as ref
 from workbench.errors import InspectionError
 from workbench.kernels import ops
+from workbench.model import capture as capture_module
 from workbench.model import inspect as inspect_module
 from workbench.model import intervene as intervene_module
 from workbench.model.beam import Beam
@@ -214,7 +215,7 @@ def test_an_error_in_a_patch_function_restores_the_model(beam: Beam) -> None:
 
 def test_no_line_of_inspection_runs_when_off(beam: Beam) -> None:
     """Profiling a pass shows every function that runs."""
-    ours = {inspect_module.__file__, intervene_module.__file__}
+    ours = {m.__file__ for m in (inspect_module, capture_module, intervene_module)}
     files: set[str] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:

@@ -19,6 +19,14 @@ DENSE_EXPERTS_MAX_TOKENS = 32
 DENSE_EXPERTS_MAX_EXPERTS = 32
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x [N, in] @ weight [out, in].T``, through the weight's packed form when it has one."""
+    packed = getattr(weight, "packed", None)
+    if packed is not None and packed.usable(x):
+        return packed(x)
+    return F.linear(x, weight)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis in float32, times ``weight`` in float32, rounded once."""
     if x.dtype == torch.float32:
@@ -138,9 +146,19 @@ def expert_mlp_dense(
     experts = gate_up.shape[0]
     table = torch.zeros(x.shape[0], experts, dtype=weights.dtype, device=x.device)
     table = table.scatter(1, ids, weights)
-    act = swiglu(F.linear(x, gate_up.flatten(0, 1)).unflatten(-1, (experts, -1)))  # [N, E, I]
-    act = act * table[..., None].to(act.dtype)
-    return act.flatten(1) @ down.flatten(0, 1)
+    act = swiglu(_all_gate_up(x, gate_up).unflatten(-1, (experts, -1)))  # [N, E, I]
+    act = (act * table[..., None].to(act.dtype)).flatten(1)
+    packed = getattr(down, "packed", None)
+    if packed is not None and packed.usable(act):
+        return packed(act)
+    return act @ down.flatten(0, 1)
+
+
+def _all_gate_up(x: Tensor, gate_up: Tensor) -> Tensor:
+    packed = getattr(gate_up, "packed", None)
+    if packed is not None and packed.usable(x):
+        return packed(x)
+    return F.linear(x, gate_up.flatten(0, 1))
 
 
 def expert_mlp_grouped(

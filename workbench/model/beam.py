@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.kernels import ops
+from workbench.kernels.packed import pack
 from workbench.model.cache import KVCache
 from workbench.model.config import BeamConfig
 from workbench.model.context import CachedContext, Context, SequenceContext
@@ -28,6 +29,12 @@ from workbench.model.parallel import Communicator, Shard
 
 if TYPE_CHECKING:
     from workbench.model.tokenizer import Tokenizer
+
+
+_PACKED = ("qkvg", "o_proj", "gate_up", "down", "lm_head")  # weights with a packed form
+
+# Packed weights are copies. Larger models keep their memory instead.
+PACK_BYTES = 128 << 20
 
 
 def _weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -54,11 +61,11 @@ class Attention(nn.Module):
         """``[N, H] -> [N, H]`` (a partial sum when sharded)."""
         qk, v, gate = (
             t.unflatten(-1, (-1, self.head_dim))
-            for t in F.linear(x, self.qkvg).split(self.widths, -1)
+            for t in ops.linear(x, self.qkvg).split(self.widths, -1)
         )  # [N, A + G, D], [N, G, D], [N, A, D]
         q, k = self.normed(qk, context).split((self.heads, self.kv_heads), 1)
         o = ops.output_gate(context.attend(self.layer, q, k, v), gate, self.gate_bias)
-        return F.linear(o.flatten(1), self.o_proj)
+        return ops.linear(o.flatten(1), self.o_proj)
 
     def normed(self, qk: Tensor, context: Context) -> Tensor:
         """QK norm, then RoPE on both (sliding) or SSMax on q (full): ``[N, A + G, D]``."""
@@ -87,7 +94,7 @@ class DenseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, H] -> [N, H]`` (a partial sum when sharded)."""
-        return F.linear(ops.swiglu(F.linear(x, self.gate_up)), self.down)
+        return ops.linear(ops.swiglu(ops.linear(x, self.gate_up)), self.down)
 
 
 class Router(nn.Module):
@@ -194,6 +201,23 @@ class Beam(nn.Module):
         """Activation dtype."""
         return self.norm.dtype
 
+    def pack(self) -> int:
+        """Give the matrices their packed form (small float32 models on a CPU); how many got one."""
+        if sum(p.numel() * p.element_size() for p in self.parameters()) > PACK_BYTES:
+            return 0
+        packed = 0
+        for name, weight in self.named_parameters():
+            leaf = name.rsplit(".", 1)[-1]
+            matrix: Tensor = weight
+            if weight.dim() == 3:  # all experts as one matrix
+                matrix = weight.flatten(0, 1).T if leaf == "down" else weight.flatten(0, 1)
+            elif leaf not in _PACKED:
+                continue
+            twin = pack(weight, matrix)
+            weight.packed = twin  # type: ignore[attr-defined]
+            packed += twin is not None
+        return packed
+
     def connect(self, communicator: Communicator) -> None:
         """Give a sharded model its ranks: partial sums are then made whole."""
         self.communicator = communicator
@@ -222,7 +246,7 @@ class Beam(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states ``[N, H]`` -> softcapped logits, float32 ``[N, V]``."""
-        logits = ops.softcap(F.linear(hidden, self.lm_head), self.config.final_logit_softcapping)
+        logits = ops.softcap(ops.linear(hidden, self.lm_head), self.config.final_logit_softcapping)
         return logits if self.communicator is None else self.communicator.all_gather(logits)
 
     def new_cache(self, slots: int = 1, rollback: int = 16) -> KVCache:

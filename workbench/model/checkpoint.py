@@ -290,10 +290,7 @@ def _read(beam: Beam, plan: Mapping[Path, list[_Copy]], check_finite: bool) -> N
                 if view is None or copy.stored != stored:
                     view, stored = tensors.get_slice(copy.stored), copy.stored
                 _copy(view, copy, parameters[copy.target.parameter], file, check_finite)
-    # float32 on a CPU has weights laid out once more for speed, where the model offers it.
-    pack = getattr(beam, "pack", None)
-    if pack is not None and beam.device.type == "cpu" and beam.dtype == torch.float32:
-        pack()
+    beam.pack()
 
 
 def _copy(view: Any, copy: _Copy, parameter: Tensor, file: Path, check_finite: bool) -> None:

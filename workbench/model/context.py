@@ -147,8 +147,13 @@ class CachedContext(_Positions):
         return torch.tensor(self.slots, device=self.device)
 
     def _grouped(self, mask: Tensor) -> Tensor:
-        """``[batch, width, keys] -> [batch, 1, width * query heads a KV head, keys]``."""
-        return mask.repeat_interleave(self.cache.group, 1)[:, None]
+        """``[batch, width, keys] -> [batch, 1, width * query heads a KV head, keys]``.
+
+        As the number added to the scores, since otherwise every layer converts it anew.
+        """
+        added = torch.zeros(mask.shape, dtype=self.cache.k[0].dtype, device=self.device)
+        added.masked_fill_(~mask, float("-inf"))
+        return added.repeat_interleave(self.cache.group, 1)[:, None]
 
     def _padded(self, x: Tensor) -> Tensor:
         """``[N, heads, D] -> [batch, width, heads, D]``."""

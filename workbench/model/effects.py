@@ -12,7 +12,7 @@ from math import pi, sqrt
 from typing import TYPE_CHECKING
 
 from workbench.errors import InspectionError
-from workbench.model.config import SSMAX_LENGTH, SSMAX_POWER, BeamConfig
+from workbench.model.config import SSMAX_LENGTH, SSMAX_POWER, AttentionType, BeamConfig
 from workbench.model.tensors import Part, tensor_specs
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class ParameterGroup:
 
     part: Part
     layers: tuple[int, ...]  # empty for embedding, head and the last norm
-    attention: str | None  # layer type, for part "attention"
+    attention: AttentionType | None  # layer type, for part "attention"
     total: int
     active: int
 
@@ -91,28 +91,29 @@ def parameter_groups(config: BeamConfig, *, runs: int = 7) -> tuple[ParameterGro
     sparse = config.sparse_layers
     size = -(-len(sparse) // runs) if sparse else 1
     run_of = {layer: index // size for index, layer in enumerate(sparse)}
-    found: dict[tuple[Part, object], tuple[set[int], int]] = {}
+    # (part, kind of attention, run of layers) -> (layers, parameters)
+    found: dict[tuple[Part, AttentionType | None, int | None], tuple[set[int], int]] = {}
     for spec in tensor_specs(config):
-        key: object = None
+        attention, run = None, None
         if spec.layer is not None and spec.part == "experts":
-            key = run_of[spec.layer]
+            run = run_of[spec.layer]
         elif spec.layer is not None and spec.part == "attention":
-            key = config.layer_types[spec.layer]
-        layers, count = found.get((spec.part, key), (set(), 0))
+            attention = config.layer_types[spec.layer]
+        layers, count = found.get((spec.part, attention, run), (set(), 0))
         if spec.layer is not None:
             layers.add(spec.layer)
-        found[spec.part, key] = (layers, count + spec.size)
+        found[spec.part, attention, run] = (layers, count + spec.size)
     return tuple(
         ParameterGroup(
             part=part,
             layers=tuple(sorted(layers)),
-            attention=key if isinstance(key, str) else None,
+            attention=attention,
             total=count,
             active=count
             if part != "experts"
             else count // config.num_experts * config.num_experts_per_tok,
         )
-        for (part, key), (layers, count) in found.items()
+        for (part, attention, _), (layers, count) in found.items()
     )
 
 

@@ -13,17 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import WorkbenchError
+from workbench.errors import TokenizerError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as _Backend
 
 _ROLES = ("system", "user", "assistant", "tool")
 _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"}
-
-
-class TokenizerError(WorkbenchError):
-    """A tokenizer file, a token id or a chat message is wrong; the message says which."""
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.model.tokenizer import Tokenizer
-from workbench.training.corpus import KINDS, CorpusError, Document, read_split, write_whole
+from workbench.training.documents import KINDS, CorpusError, Document, read_split, write_whole
 
 VOCAB_SIZE = 4096
 SAMPLE_BYTES = 30_000_000

@@ -12,6 +12,11 @@ from torch import Tensor
 from workbench.errors import TrainingError
 from workbench.model.tokenizer import Tokenizer
 
+MAX_VOCABULARY = 1 << 16  # ids are kept as uint16
+# No file of a corpus is longer than 256 kB and no token shorter than a byte: the first document
+# always ends within this many tokens.
+FIRST_DOCUMENT = 1 << 18
+
 
 class TokenStream:
     """A flat array of token ids (uint16), from which steps draw windows.
@@ -35,23 +40,46 @@ def open_stream(corpus: str, tokenizer: Tokenizer, length: int, seed: int) -> To
     """The training stream of a corpus folder, or of this interpreter's sources for "stdlib".
 
     Raises:
-        TrainingError: no tokens there, or fewer than one window.
+        TrainingError: no tokens there, fewer than one window, or tokens of another tokenizer.
     """
-    if corpus == "stdlib":
-        tokens = _stdlib_tokens(tokenizer)
-    else:
-        file = Path(corpus) / "train.tokens.u16"
-        if not file.is_file() or file.stat().st_size < 2:
-            raise TrainingError(
-                f"no training tokens at {file}; make them with "
-                f"'python -m workbench.training.corpus --out {corpus}'"
-            )
-        tokens = np.memmap(file, dtype="<u2", mode="r")
+    if tokenizer.vocab_size > MAX_VOCABULARY:
+        raise TrainingError(
+            f"a vocabulary of {tokenizer.vocab_size} does not fit the 16-bit ids of a training "
+            f"stream; use a tokenizer of at most {MAX_VOCABULARY} tokens"
+        )
+    tokens = _stdlib_tokens(tokenizer) if corpus == "stdlib" else _corpus_tokens(corpus, tokenizer)
     if len(tokens) <= length:
-        raise TrainingError(f"corpus {corpus} has {len(tokens)} tokens, fewer than one window")
-    if int(np.max(tokens[: 1 << 22])) >= tokenizer.vocab_size:
-        raise TrainingError(f"corpus {corpus} was made with another tokenizer; make it again")
+        raise TrainingError(
+            f"the corpus {corpus} has {len(tokens)} tokens, fewer than one window of {length} "
+            "and its target; train on more text or lower 'length'"
+        )
     return TokenStream(tokens, seed)
+
+
+def _corpus_tokens(corpus: str, tokenizer: Tokenizer) -> np.ndarray:
+    file = Path(corpus) / "train.tokens.u16"
+    again = f"'python -m workbench.training.bpe --corpus {corpus} --out TOKENIZER --tokens'"
+    if not file.is_file() or file.stat().st_size < 2:
+        raise TrainingError(
+            f"there are no training tokens at {file}; make them with 'python -m "
+            f"workbench.training.corpus --out {corpus}' and then {again}"
+        )
+    if file.stat().st_size % 2:
+        raise TrainingError(f"{file} is cut off in the middle of a token; make it again: {again}")
+    tokens = np.memmap(file, dtype="<u2", mode="r")
+    if int(tokens.max()) >= tokenizer.vocab_size or not _encodes(tokenizer, tokens):
+        raise TrainingError(
+            f"{file} was made with another tokenizer; name the one it was made with in the "
+            f"field 'tokenizer', or make the tokens again: {again}"
+        )
+    return tokens
+
+
+def _encodes(tokenizer: Tokenizer, tokens: np.ndarray) -> bool:
+    """Whether the tokenizer gives the stream's first document back, id for id."""
+    head: list[int] = tokens[:FIRST_DOCUMENT].tolist()
+    end = head.index(tokenizer.eos_id) if tokenizer.eos_id in head else len(head)
+    return head[:end] == tokenizer.encode(tokenizer.decode(head[1:end]))
 
 
 def _stdlib_tokens(tokenizer: Tokenizer, most_bytes: int = 3_000_000) -> np.ndarray:

@@ -14,6 +14,7 @@ from workbench.views.view import View
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from workbench.model.config import AttentionType
     from workbench.model.inspect import Capture
 
 MOST_LABELS = 40  # tokens that can be written along an axis
@@ -46,7 +47,7 @@ def attention_maps(
     full: int | None = None,
     *,
     head: int | None = None,
-    queries: int = 32,
+    queries: int = 24,
 ) -> View:
     """A sliding and a full layer side by side on one colour scale: the last ``queries`` tokens.
 
@@ -59,12 +60,13 @@ def attention_maps(
     ]
     last = len(captured.tokens)
     first = max(0, last - queries)
+    labelled = last <= MOST_LABELS  # token texts under the maps
     fig = theme.figure(
         f"Attention of {captured.model}, {_head_name(head)}",
         f"measured here · last {last - first} of {last} tokens look back over "
         f"{'all of them' if first else 'the prompt'}",
-        height=470,
-        margin={"l": 84, "r": 16, "t": 92, "b": 84},
+        height=470 if labelled else 430,
+        margin={"l": 84, "r": 16, "t": 92, "b": 84 if labelled else 44},
         xaxis={"domain": [0, 0.45]},
         xaxis2={"domain": [0.55, 1], "anchor": "y2"},
         yaxis2={"anchor": "x2"},
@@ -89,7 +91,7 @@ def attention_maps(
     return View(figure=fig, text="\n".join(lines))
 
 
-def _layer(captured: Capture, wanted: int | None, kind: str) -> int:
+def _layer(captured: Capture, wanted: int | None, kind: AttentionType) -> int:
     types = captured.config.layer_types
     name = theme.ATTENTION_NAMES[kind]
     if wanted is None:
@@ -118,27 +120,17 @@ def panel_title(captured: Capture, layer: int) -> str:
 
 
 def heatmap(captured: Capture, layer: int, head: int | None, first: int = 0, **axes: str) -> Any:
-    """The heat map trace of one layer: queries ``first …`` down, keys across, hidden keys blank."""
-    p = head_map(captured, layer, head)[first:]
+    """The heat map trace of one layer: queries ``first …`` down, keys across.
+
+    A key that the layer does not show a query has probability 0 exactly, and 0 is drawn as nothing.
+    """
     return go.Heatmap(
-        z=blanked(captured, layer, p, first),
+        z=head_map(captured, layer, head)[first:].float().numpy(),
         y0=first,
         coloraxis="coloraxis",
         hovertemplate="query %{y}, key %{x}<br>probability %{z:.4f}<extra></extra>",
         **axes,
     )
-
-
-def blanked(captured: Capture, layer: int, probabilities: Tensor, first: int = 0) -> Any:
-    """Probabilities as float32 rows, NaN where the layer cannot look."""
-    import torch
-
-    count, keys = probabilities.shape
-    distance = torch.arange(first, first + count)[:, None] - torch.arange(keys)
-    c = captured.config
-    reach = keys if c.is_full(layer) else c.sliding_window
-    hidden = (distance < 0) | (distance >= reach)
-    return probabilities.float().masked_fill(hidden, float("nan")).numpy()
 
 
 def window_edge(captured: Capture, layer: int, first: int = 0) -> dict[str, Any]:

@@ -150,8 +150,7 @@ class Explorer(Dashboard):
         reading, layer, head = self.reading, self.layer.value, self.head.value
         captured, lens = reading.captured, reading.lens
         data, titles = self.figure.data, self.figure.layout.annotations
-        p = attention.head_map(captured, layer, head)
-        data[_ATTENTION].z = attention.blanked(captured, layer, p)
+        data[_ATTENTION].z = attention.head_map(captured, layer, head).float().numpy()
         edge = attention.window_edge(captured, layer)
         data[_EDGE].x, data[_EDGE].y = edge["x"], edge["y"]
         titles[0].text = theme.ink(attention.panel_title(captured, layer))

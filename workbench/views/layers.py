@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import plotly.graph_objects as go
 
+from workbench.model.config import AttentionType, BeamConfig, MlpType
 from workbench.model.info import MARKS, ModelInfo, billions
 from workbench.views import theme
 from workbench.views.numbers import plural
@@ -36,12 +39,9 @@ def layer_strip(info: ModelInfo) -> View:
         fig.add_trace(
             go.Bar(
                 name=theme.ink(f"{theme.ATTENTION_NAMES[kind]} attention ({len(layers)})"),
-                x=layers,
                 y=[_HEIGHT[kind]] * len(layers),
-                width=_WIDTH,
                 marker={"color": color, "line": {"width": 0}},
-                hovertext=[_hover(info, i) for i in layers],
-                hoverinfo="text",
+                **_cells(info, layers, _attention_words(config, kind)),
             )
         )
     for mlp, color in theme.MLP.items():
@@ -49,10 +49,8 @@ def layer_strip(info: ModelInfo) -> View:
         fig.add_trace(
             go.Bar(
                 name=theme.ink(f"{mlp} MLP ({len(layers)})"),
-                x=layers,
                 y=[-_MLP_DEPTH] * len(layers),
                 base=_MLP_TOP,
-                width=_WIDTH,
                 marker={
                     "color": color,
                     "line": {"width": 0},
@@ -65,8 +63,7 @@ def layer_strip(info: ModelInfo) -> View:
                         "fillmode": "replace",
                     },
                 },
-                hovertext=[_hover(info, i) for i in layers],
-                hoverinfo="text",
+                **_cells(info, layers, _mlp_words(config, mlp)),
             )
         )
     last = config.num_hidden_layers - 1
@@ -96,27 +93,39 @@ def _provenance(info: ModelInfo) -> str:
     return f"layer types {source.kind}" + (f": {source.note}" if source.kind == "assumed" else "")
 
 
-def _hover(info: ModelInfo, index: int) -> str:
-    c = info.config
-    full = c.is_full(index)
-    position = "none; SSMax scales the queries" if full else f"RoPE, theta {c.rope_theta:,.0f}"
-    window = f"everything, up to {c.max_position_embeddings:,}" if full else f"{c.sliding_window:,}"
-    mlp = (
-        f"{c.num_experts} experts, {c.num_experts_per_tok} a token, "
-        f"width {c.moe_intermediate_size:,}"
-        if c.is_sparse(index)
-        else f"dense, width {c.intermediate_size:,}"
+def _cells(info: ModelInfo, layers: list[int], words: str) -> dict[str, Any]:
+    """Where the cells of one kind stand and what they say; the words once for all of them."""
+    return {
+        "x": layers,
+        "width": _WIDTH,
+        "customdata": [billions(info.layers[i].parameters) for i in layers],
+        "hovertemplate": (
+            f"<b>layer %{{x}}</b>, %{{customdata}} parameters<br>{words}<extra></extra>"
+        ),
+    }
+
+
+def _attention_words(c: BeamConfig, kind: AttentionType) -> str:
+    heads = (
+        f"{c.num_attention_heads} query heads, {c.num_key_value_heads} KV heads, "
+        f"head_dim {c.head_dim}"
     )
-    lines = [
-        f"<b>layer {index}</b> · {theme.ATTENTION_NAMES[c.layer_types[index]]}, "
-        f"{c.mlp_layer_types[index]}",
-        f"sees: {window} tokens",
-        f"position encoding: {position}",
-        f"heads: {c.num_attention_heads} query, {c.num_key_value_heads} KV, head_dim {c.head_dim}",
-        f"MLP: {mlp}",
-        f"parameters: {billions(info.layers[index].parameters)}",
-    ]
-    return "<br>".join(lines)
+    if kind == "full_attention":
+        sees = f"full attention: sees all of up to {c.max_position_embeddings:,} tokens"
+        position = "no position encoding; SSMax scales the queries"
+    else:
+        sees = f"sliding attention: sees a window of {c.sliding_window:,} tokens"
+        position = f"position encoding: RoPE, theta {c.rope_theta:,.0f}"
+    return f"{sees}<br>{heads}<br>{position}"
+
+
+def _mlp_words(c: BeamConfig, mlp: MlpType) -> str:
+    if mlp == "dense":
+        return f"dense MLP of width {c.intermediate_size:,}"
+    return (
+        f"{c.num_experts} experts of width {c.moe_intermediate_size:,}<br>"
+        f"{c.num_experts_per_tok} of them work on a token"
+    )
 
 
 def _text(info: ModelInfo) -> str:

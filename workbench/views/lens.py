@@ -142,6 +142,6 @@ def _text(lens: LogitLens) -> str:
     lines = [f"{lens.model}: what follows the last of {len(lens.tokens)} tokens, layer by layer"]
     for place, name in enumerate(_rows(lens)):
         text, probability = _best(lens, place, len(lens.tokens) - 1)
-        kl = float(lens.kl[place, -1])
+        kl = max(0.0, float(lens.kl[place, -1]))  # no "-0.0"
         lines.append(f"{name:<10} {text:<14} {probability:.2f}   KL to the end {kl:.1f} nats")
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import plotly.graph_objects as go
 
 from workbench.model.effects import rope_wavelengths, ssmax_scale
@@ -39,11 +40,12 @@ def position_reach(infos: Sequence[ModelInfo]) -> View:
 
 def _ssmax_panel(fig: go.Figure, infos: Sequence[ModelInfo]) -> None:
     furthest = max(info.config.max_position_embeddings for info in infos)
-    positions = [furthest ** (i / (_POINTS - 1)) - 1 for i in range(_POINTS)]
+    # Whole positions, evenly spread over the logarithmic axis; arrays travel packed.
+    positions = np.unique(np.geomspace(1, furthest, _POINTS).round().astype(np.int32)) - 1
     fig.add_trace(
         go.Scatter(
-            x=[p + 1 for p in positions],
-            y=[ssmax_scale(round(p)) for p in positions],
+            x=positions + 1,
+            y=np.array([ssmax_scale(p) for p in positions]),
             mode="lines",
             line={"color": theme.FULL, "width": 2},
             showlegend=False,
@@ -89,20 +91,19 @@ def _rope_panel(fig: go.Figure, infos: Sequence[ModelInfo]) -> None:
         window = info.config.sliding_window
         fig.add_trace(
             go.Scatter(
-                x=list(range(len(waves))),
-                y=waves,
+                x=np.arange(len(waves)),
+                y=np.array(waves),
                 xaxis="x2",
                 yaxis="y2",
                 mode="lines+markers",
                 line={"color": theme.rgba(theme.SLIDING, 0.4), "width": 1},
                 marker={"symbol": symbol, "size": 5, "color": theme.SLIDING},
                 name=theme.ink(info.name),
-                hovertext=[
-                    f"{info.name}, pair {i}<br>one turn in {w:,.1f} tokens<br>"
-                    f"{window / w:,.2f} turns in the window of {window}"
-                    for i, w in enumerate(waves)
-                ],
-                hoverinfo="text",
+                customdata=window / np.array(waves),
+                hovertemplate=(
+                    f"{info.name}, pair %{{x}}<br>one turn in %{{y:,.1f}} tokens<br>"
+                    f"%{{customdata:,.2f}} turns in the window of {window}<extra></extra>"
+                ),
             )
         )
         fig.add_trace(

@@ -76,8 +76,7 @@ def _factors(fig: go.Figure, adds: tuple[ResidualAdd, ...], layers: int) -> None
 def _stream(fig: go.Figure, info: ModelInfo, rms: Sequence[float]) -> None:
     names = ["emb", *(str(i) for i in range(len(rms) - 1))]
     step = max(1, len(rms) // 10)
-    kinds = ["embedding", *info.config.layer_types]
-    colors = [theme.ATTENTION.get(kind, theme.NEUTRAL) for kind in kinds]
+    colors = [theme.NEUTRAL, *(theme.ATTENTION[kind] for kind in info.config.layer_types)]
     fig.add_trace(
         go.Scatter(
             x=list(range(len(rms))),

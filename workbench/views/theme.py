@@ -16,6 +16,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from workbench.model.config import AttentionType, MlpType
+
 SLIDING = "#0072B2"  # sliding-window attention
 FULL = "#D55E00"  # full attention
 SPARSE = "#009E73"  # mixture of experts
@@ -25,9 +27,12 @@ HEAT = "#7D63D9"  # quantities in heat maps, of no part of the model in particul
 SURPRISE = "#E69F00"  # unlikely tokens; a background only, too light for lines on white
 LINE = "rgba(128,128,128,0.28)"
 
-ATTENTION = {"sliding_attention": SLIDING, "full_attention": FULL}
-MLP = {"sparse": SPARSE, "dense": DENSE}
-ATTENTION_NAMES = {"sliding_attention": "sliding", "full_attention": "full"}
+ATTENTION: dict[AttentionType, str] = {"sliding_attention": SLIDING, "full_attention": FULL}
+MLP: dict[MlpType, str] = {"sparse": SPARSE, "dense": DENSE}
+ATTENTION_NAMES: dict[AttentionType, str] = {
+    "sliding_attention": "sliding",
+    "full_attention": "full",
+}
 
 FIGURE_SANS = "system-ui, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 SANS = f"var(--jp-ui-font-family, system-ui), {FIGURE_SANS}"  # plotly knows no CSS variables
@@ -52,15 +57,16 @@ def ink(text: str, *, faint: bool = False) -> str:
 def token_label(text: str, limit: int = 14) -> str:
     """A token's text, escaped for plotly and for HTML; runs of spaces and long texts shortened."""
     text = re.sub("·{5,}", lambda run: f"·×{len(run.group())}", text)
-    return escape(text if len(text) <= limit else text[: limit - 1] + "…")
+    # Quotes stay: plotly would show them as entities.
+    return escape(text if len(text) <= limit else text[: limit - 1] + "…", quote=False)
 
 
-def scale(color: str = HEAT, *, steps: int = 10) -> list[tuple[float, str]]:
-    """Colour scale from nothing to ``color``, opacity growing as the square root of the value.
+def scale(color: str = HEAT, *, steps: int = 12) -> list[tuple[float, str]]:
+    """Colour scale from nothing to ``color``, opacity growing as the cube root of the value.
 
     Zero shows the page itself. The root lets a share of 0.01 be seen beside one of 1.
     """
-    return [((i / steps) ** 2, rgba(color, i / steps)) for i in range(steps + 1)]
+    return [((i / steps) ** 3, rgba(color, i / steps)) for i in range(steps + 1)]
 
 
 def linear_scale(color: str = HEAT) -> list[tuple[float, str]]:

@@ -17,8 +17,8 @@ from workbench.views.view import View
 if TYPE_CHECKING:
     from workbench.model.generate import Token
 
-FULL_TINT = 5.0  # nats at which the tint is strongest
-STRONGEST = 0.6
+FULL_TINT = 4.0  # nats at which the tint is strongest
+STRONGEST = 0.65
 
 
 def tint(logprob: float) -> str:
