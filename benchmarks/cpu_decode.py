@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+
 import workbench
 from workbench.model.beam import Beam
 

@@ -83,6 +83,8 @@ def running_lab(scratch: Path) -> Iterator[Lab]:
     _no_news(folders["JUPYTERLAB_SETTINGS_DIR"])
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = os.environ | {k: str(v) for k, v in folders.items()} | {"PYTHONPATH": path}
+    # The browser draws on the cores that torch's threads would spin on, waiting for each other.
+    environment["OMP_NUM_THREADS"] = "1"
     token, port, log = secrets.token_hex(16), _free_port(), scratch / "lab.log"
     command = [
         *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"),
@@ -180,20 +182,28 @@ class Notebook:
         light = "true" if "Light" in name else "false"
         self.until(f"() => document.body.dataset.jpThemeLight === '{light}'")
 
-    def photograph(self, path: Path) -> None:
-        """The whole notebook at the window's width, in one picture."""
+    def photograph(self, folder: Path, name: str) -> list[Path]:
+        """The notebook from top to bottom at the window's width, in as few pictures as it takes."""
         size = self.page.viewport_size
-        height = self.page.evaluate(
-            """() => {
-                const panel = window.jupyterapp.shell.currentWidget.content;
-                return Math.max(...[...panel.node.querySelectorAll('.jp-WindowedPanel-inner, \
-.jp-WindowedPanel-outer, .jp-WindowedPanel-viewport')].map(node => node.scrollHeight));
-            }"""
-        )
-        self.page.set_viewport_size({"width": WIDTH, "height": min(9000, int(height) + 160)})
-        self.page.wait_for_timeout(1500)  # plots redraw at their new size
-        self.page.screenshot(path=path)
+        self.page.set_viewport_size({"width": WIDTH, "height": 2000})
+        pictures: list[Path] = []
+        at_end = False
+        while not at_end:
+            top = 1800 * len(pictures)
+            at_end = self.page.evaluate(
+                """top => {
+                    const panel = window.jupyterapp.shell.currentWidget.content;
+                    const node = panel.node.querySelector('.jp-WindowedPanel-outer');
+                    node.scrollTop = top;
+                    return top + node.clientHeight >= node.scrollHeight;
+                }""",
+                top,
+            )
+            self.page.wait_for_timeout(800)  # plots draw when they come into sight
+            pictures.append(folder / f"{name}-{len(pictures) + 1}.png")
+            self.page.screenshot(path=pictures[-1])
         self.page.set_viewport_size(size or {"width": WIDTH, "height": 900})
+        return pictures
 
 
 @contextmanager

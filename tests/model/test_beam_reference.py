@@ -252,8 +252,8 @@ def test_bf16_errs_as_much_as_its_roundings_and_no_more(each_small: Small) -> No
     """BF16 logits are as far from FP64 as exact arithmetic with Beam's own roundings is.
 
     Both errors are draws of the same rounding noise (weights are BF16 in the file, so they add
-    none): thousands of logits, so the ratio is near 1. A wide correction bias fixes the choice of
-    experts, for one choice that a rounding tips over would outweigh all the rest.
+    none) over thousands of logits, so their ratio is near 1 (0.90 to 1.16 when written). A wide
+    correction bias fixes the choice of experts: one that a rounding tips over would outweigh all.
     """
     config, weights = each_small.config, dict(each_small.weights)
     beam = load(each_small.folder, dtype=torch.bfloat16)
@@ -266,7 +266,6 @@ def test_bf16_errs_as_much_as_its_roundings_and_no_more(each_small: Small) -> No
     assert logits.dtype == torch.float32
     noise = rms(rounded_forward(config, weights, each_small.tokens) - exact)
     found = rms(logits.double().numpy() - exact)
-    print("RATIO", found / noise, noise / rms(exact))
     assert noise > 0.002 * rms(exact)
     assert 0.7 * noise < found < 1.4 * noise
 
@@ -312,6 +311,17 @@ def test_each_operation_rounds_where_beam_rounds() -> None:
     agree(ops.apply_rope(q, *ops.rope_angles(positions, 8, 10000.0)), turned)
     factors = ops.ssmax_scale(torch.tensor([0, 2047, 1048575])).flatten()
     np.testing.assert_allclose(factors, [(1 + 1 / 2048) ** 0.1, 2**0.1, 513**0.1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("theta", [500.0, 10000.0])
+def test_rope_is_as_exact_far_from_the_start(theta: float) -> None:
+    """A float32 angle is off by up to p * 2^-24 at position p, more than logits can bear."""
+    q = torch.randn(4, 1, 64, generator=torch.Generator().manual_seed(10))
+    positions = [0, 300, 2047, 1048575]
+    found = ops.apply_rope(q, *ops.rope_angles(torch.tensor(positions), 64, theta))
+    for row, position in enumerate(positions):
+        exact = ref.rotate(q[row, 0].double().numpy(), position, theta)
+        assert error(found[row, 0], exact) < 1e-6, position
 
 
 def test_qk_norm_rounds_once_before_the_position(features: Small) -> None:

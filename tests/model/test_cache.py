@@ -97,7 +97,7 @@ def test_bf16_cache(features: Small) -> None:
 # -- several sequences --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", ["features", "defaults", "engine_grouped"])
 def test_sequences_come_go_and_take_back_tokens(
     small: Callable[[str], Small], name: str, seed: int

@@ -236,6 +236,9 @@ def test_load_into_overwrites_in_place(folder: Path, tmp_path: Path) -> None:
     load_into(beam, other)
     assert beam.lm_head.data_ptr() == memory
     assert equal(beam, load(other))
+    ids = torch.arange(20)
+    # The packed copies of the old weights, if there are any, must be gone too.
+    torch.testing.assert_close(beam.sequence_logits(ids), load(other).sequence_logits(ids))
     half = load(folder, dtype=torch.bfloat16)
     load_into(half, other)
     assert half.dtype == torch.bfloat16

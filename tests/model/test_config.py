@@ -40,7 +40,7 @@ def built(**changes: Any) -> BeamConfig:
 
 
 @pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize("value", [0, -1, 2.0, True, "8", None])
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "8"])
 def test_counts_are_whole_numbers_of_at_least_one(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         built(**{name: value})
@@ -65,7 +65,12 @@ def test_factors_are_positive_and_finite(name: str, value: Any) -> None:
         ),
         ({"mlp_layer_types": ["dense", "sparse", 3]}, r"mlp_layer_types\[2\] is 3"),
         ({"layer_types": "full_attention"}, "layer_types must be a list"),
-        ({"mlp_layer_types": None}, "mlp_layer_types must be a list"),
+        ({"mlp_layer_types": 3}, "mlp_layer_types must be a list"),
+        ({"hidden_size": None}, "hidden_size must be a whole number"),
+        (
+            {"rope_parameters": {"rope_theta": 2.0, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is not 1",
+        ),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is true"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false"),
@@ -118,6 +123,13 @@ def test_missing_field_is_named_with_its_file(name: str) -> None:
     data = {key: value for key, value in BASE.items() if key != name}
     with pytest.raises(ConfigError, match=rf"^some/config\.json: the field {name} is missing"):
         BeamConfig.from_dict(data, where="some/config.json")
+
+
+@pytest.mark.parametrize("name", ["head_dim", "layer_types", "mlp_layer_types"])
+def test_null_is_the_same_as_absent(name: str) -> None:
+    data = built().to_dict()
+    given, absent = {**data, name: None}, {k: v for k, v in data.items() if k != name}
+    assert BeamConfig.from_dict(given) == BeamConfig.from_dict(absent)
 
 
 def test_absent_fields_take_the_engines_defaults() -> None:

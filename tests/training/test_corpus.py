@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from workbench.model.tokenizer import Tokenizer
-from workbench.training import bpe, corpus
-from workbench.training.corpus import CorpusError, Document, Package
+from workbench.training import bpe, corpus, filters
+from workbench.training.documents import SPLITS, CorpusError, Document, read_split
+from workbench.training.sources import Package, load_packages
 
 
 def code(seed: str, lines: int = 40) -> str:
@@ -48,7 +49,7 @@ def folder_package(root: Path, name: str, files: dict[str, str | bytes], **field
 
 
 def paths(out: Path, split: str) -> list[str]:
-    return [document.key for document in corpus.read_split(out, split)]
+    return [document.key for document in read_split(out, split)]
 
 
 def test_the_hash_split_is_fixed_for_good():
@@ -147,9 +148,9 @@ def test_licence_header_and_line_ends_are_cleaned():
     text = (
         "\ufeff#!/usr/bin/env python\n# Copyright 2020 A. Body\r\n# Licence: MIT\r\n\r\nx = 1\r\n"
     )
-    assert corpus.clean(text, "code") == "x = 1\n"
+    assert filters.clean(text, "code") == "x = 1\n"
     kept = "# How this works: first a, then b.\nx = 1\n"
-    assert corpus.clean(kept, "code") == kept
+    assert filters.clean(kept, "code") == kept
 
 
 def test_cap_keeps_the_same_files_whatever_their_order(tmp_path):
@@ -218,7 +219,7 @@ def test_build_is_deterministic_and_its_hashes_are_those_of_the_files(tmp_path):
     one = corpus.build_corpus(tmp_path / "one", packages=[package], progress=False)
     two = corpus.build_corpus(tmp_path / "two", packages=[package], progress=False)
     assert one == two
-    for split in corpus.SPLITS:
+    for split in SPLITS:
         data = (tmp_path / "one" / f"{split}.jsonl").read_bytes()
         assert one.splits[split].sha256 == hashlib.sha256(data).hexdigest()
     saved = json.loads((tmp_path / "one" / "corpus.json").read_text())
@@ -251,7 +252,7 @@ def test_the_report_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_the_shipped_list_is_exact_and_permissive():
-    packages = corpus.load_packages()
+    packages = load_packages()
     assert [p.name for p in packages if p.role == "heldout_package"] == ["networkx"]
     permissive = {"PSF-2.0", "Python-2.0", "MIT", "BSD-2-Clause", "BSD-3-Clause", "Apache-2.0"}
     permissive |= {"0BSD", "Zlib", "CC0-1.0", "LicenseRef-Public-Domain"}
@@ -289,7 +290,7 @@ def test_a_wrong_package_list_is_named(tmp_path, text, message):
     file = tmp_path / "packages.toml"
     file.write_text(text)
     with pytest.raises(CorpusError, match=message):
-        corpus.load_packages(file)
+        load_packages(file)
 
 
 def test_command_line(tmp_path, capsys):
@@ -307,7 +308,7 @@ def test_command_line(tmp_path, capsys):
     assert error.count("\n") == 1
     assert "no package 'b'" in error
     with pytest.raises(CorpusError, match="build the corpus first"):
-        list(corpus.read_split(tmp_path / "nowhere", "train"))
+        list(read_split(tmp_path / "nowhere", "train"))
 
 
 def test_import_is_light():

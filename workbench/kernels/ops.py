@@ -60,15 +60,15 @@ def boundary(
 
 
 def rope_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and signed sin for :func:`apply_rope`, float32 ``[N, 1, D]``, angles in float32.
+    """cos and signed sin for :func:`apply_rope`, float32 ``[N, 1, D]``.
 
     NeoX layout (first half / second half); the sine of the first half is negated so that a
-    rotation is ``x * cos + roll(x) * sin``.
+    rotation is ``x * cos + roll(x) * sin``. The angles are float64: the engine's are float32, whose
+    error grows with the position, to 0.03 rad at one million (docs/model.md).
     """
-    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    inverse = 1.0 / theta ** (exponent / head_dim)
-    angle = positions.to(torch.float32)[:, None, None] * inverse  # [N, 1, D/2]
-    cos, sin = angle.cos(), angle.sin()
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64)
+    angle = positions.double()[:, None, None] * theta ** (-exponent / head_dim)  # [N, 1, D/2]
+    cos, sin = angle.cos().float(), angle.sin().float()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
@@ -134,9 +134,21 @@ def expert_mlp(
     weights: Tensor,  # [N, K] float32
 ) -> Tensor:
     """Weighted sum of the chosen experts' SwiGLU outputs, ``[N, H]`` (before the routed scale)."""
+    if x.shape[0] == 1:
+        return expert_mlp_gathered(x, gate_up, down, ids, weights)
     if x.shape[0] <= DENSE_EXPERTS_MAX_TOKENS and gate_up.shape[0] <= DENSE_EXPERTS_MAX_EXPERTS:
         return expert_mlp_dense(x, gate_up, down, ids, weights)
     return expert_mlp_grouped(x, gate_up, down, ids, weights)
+
+
+def expert_mlp_gathered(
+    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
+    """One token (``x [1, H]``): only the weights of its K experts are read."""
+    chosen = ids[0]
+    act = swiglu(F.linear(x, gate_up[chosen].flatten(0, 1)).unflatten(-1, (len(chosen), -1)))
+    act = act * weights[..., None].to(act.dtype)  # [1, K, I]
+    return act.flatten(1) @ down[chosen].flatten(0, 1)
 
 
 def expert_mlp_dense(

@@ -202,6 +202,9 @@ def config_from_dict(data: Mapping[str, Any], where: str = "config") -> BeamConf
         raise ConfigError(f"{where}: model_type is {model_type!r}; only 'beam' can be loaded here")
     known = {f.name for f in fields(BeamConfig)} - {"extra"}
     values = {k: v for k, v in data.items() if k in known}
+    for name in ("head_dim", "layer_types", "mlp_layer_types"):
+        if values.get(name, 0) is None:  # null is the same as absent: derived below
+            del values[name]
     values["rope_theta"] = _rope_theta(data, where)
     layers = values.get("num_hidden_layers")
     if _is_int(layers) and layers > 0:
@@ -242,6 +245,10 @@ def _rope_theta(data: Mapping[str, Any], where: str) -> Any:
     kind = rope.get("rope_type", "default")
     if kind != "default":
         raise ConfigError(f"{where}: rope_parameters.rope_type is {kind!r}; Beam uses 'default'")
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise ConfigError(
+            f"{where}: rope_parameters.partial_rotary_factor is not 1; Beam rotates whole heads"
+        )
     return rope.get("rope_theta", ENGINE_DEFAULTS["rope_theta"])
 
 

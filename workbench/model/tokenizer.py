@@ -62,7 +62,7 @@ class Tokenizer:
     def __init__(self, definition: str, config: Mapping[str, Any], *, where: str = "here") -> None:
         """Takes the content of tokenizer.json and the parsed tokenizer_config.json.
 
-        Raises TokenizerError if either is malformed or lacks a bos, eos, pad or mask token.
+        Raises TokenizerError if either is malformed or lacks a bos or eos token.
         """
         from tokenizers import Tokenizer as Backend
 
@@ -80,8 +80,11 @@ class Tokenizer:
         self.response_template: dict[str, Any] = dict(config.get("response_template", {}))
         self.bos_id = self._named(config, "bos_token", where)
         self.eos_id = self._named(config, "eos_token", where)
-        self.pad_id = self._named(config, "pad_token", where)
-        self.mask_id = self._named(config, "mask_token", where)
+        # Only decoding needs the first two; a foreign checkpoint may have no padding and no mask.
+        self.pad_id = self._named(config, "pad_token", where) if config.get("pad_token") else None
+        self.mask_id = (
+            self._named(config, "mask_token", where) if config.get("mask_token") else None
+        )
         self.vocab_size: int = self._markers_on.get_vocab_size(with_added_tokens=True)
         self._bytes, self._marker_ids = self._byte_table(where)
 

@@ -22,7 +22,7 @@ RECORD_FILE, CURVE_FILE = "training.json", "loss_curve.svg"
 _WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 52, 48
 _LINE, _INK = "#0072B2", "#7a7a7a"  # both at least 3 : 1 on white and on #111
-_TICKS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # of the logarithmic loss axis
+_TICKS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # of the logarithmic loss axis
 
 
 def loss_curve(record: Mapping[str, Any]) -> str:
@@ -42,7 +42,8 @@ def loss_curve(record: Mapping[str, Any]) -> str:
         raise TrainingError("a loss curve needs two logged steps or more; train for longer")
     unit, factor = _unit(points[-1][0] * per_step)
     x_end = points[-1][0] * per_step / factor
-    low = max(t for t in (0.5, *_TICKS) if t <= min(loss for _, loss in points) or t == 0.5)
+    least = max(min(loss for _, loss in points), _TICKS[0])
+    low = max(tick for tick in _TICKS if tick <= least)
     high = max(loss for _, loss in points) * 1.05
 
     def x(tokens: float) -> float:
@@ -62,7 +63,9 @@ def loss_curve(record: Mapping[str, Any]) -> str:
         f'font-size="12" fill="{_INK}">',
         f"<title>Training loss over {x_end:.4g} {unit}: from {points[0][1]:.2f} "
         f"to {points[-1][1]:.2f} nats a token</title>",
-        _text(_LEFT, 20, "Training loss", anchor="start", extra='font-size="15" font-weight="600"'),
+        _text(
+            _LEFT, 20, "Training loss", anchor="start", extra=' font-size="15" font-weight="600"'
+        ),
         _text(
             _LEFT,
             38,
@@ -80,13 +83,15 @@ def loss_curve(record: Mapping[str, Any]) -> str:
     begins = cooldown * per_step / factor
     if 0 < begins < x_end:
         lines.append(
-            _rule(x(begins), _TOP, x(begins), _HEIGHT - _BOTTOM, extra='stroke-dasharray="4 4"')
+            _rule(x(begins), _TOP, x(begins), _HEIGHT - _BOTTOM, extra=' stroke-dasharray="4 4"')
         )
         lines.append(_text(x(begins) + 6, _TOP + 12, "rates begin to fall", anchor="start"))
     middle = (_TOP + _HEIGHT - _BOTTOM) / 2
     lines += [
         _text(_LEFT + (_WIDTH - _LEFT - _RIGHT) / 2, _HEIGHT - 8, unit),
-        _text(16, middle, "loss, nats a token (log)", extra=f'transform="rotate(-90 16 {middle})"'),
+        _text(
+            16, middle, "loss, nats a token (log)", extra=f' transform="rotate(-90 16 {middle})"'
+        ),
         f'<path d="{path}" fill="none" stroke="{_LINE}" stroke-width="2" stroke-linejoin="round"/>',
         "</svg>",
     ]
@@ -128,13 +133,13 @@ def _round_ticks(end: float) -> list[float]:
 
 def _text(x: float, y: float, text: str, *, anchor: str = "middle", extra: str = "") -> str:
     text = text.replace("&", "&amp;").replace("<", "&lt;")
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {extra}>{text}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{text}</text>'
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float, *, extra: str = "") -> str:
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
-        f'stroke="{_INK}" stroke-opacity="0.4" {extra}/>'
+        f'stroke="{_INK}" stroke-opacity="0.3"{extra}/>'
     )
 
 

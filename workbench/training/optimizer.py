@@ -1,4 +1,4 @@
-"""Muon over stacks of matrices, and the split of Beam's parameters between Muon and AdamW.
+"""Muon over stacks of matrices, the split of Beam's parameters between it and AdamW, the rates.
 
 ``torch.optim.Muon`` takes two-dimensional parameters one at a time; Beam's experts are stacks of
 small ones, so here all blocks of one shape are orthogonalised in one batched product.
@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
+
+from workbench.training.settings import TrainingSettings
 
 # Quintic Newton-Schulz coefficients: steepest at zero while singular values stay within 0.7-1.2.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -97,3 +99,45 @@ def split_parameters(
         else:
             rest["vector"].append(p)
     return matrices, rest
+
+
+def optimizers_for(model: nn.Module, settings: TrainingSettings) -> list[Optimizer]:
+    """Muon for the matrices, AdamW for embedding, head, routers and vectors."""
+    matrices, rest = split_parameters(model)
+    muon = Muon(
+        [{"params": p, "block": block} for block, p in matrices.items()],
+        lr=settings.matrix_rate,
+        weight_decay=settings.weight_decay,
+        momentum=0.95,
+    )
+    rates = {
+        "embedding": settings.embedding_rate,
+        "head": settings.head_rate,
+        "router": settings.router_rate,
+        "vector": settings.vector_rate,
+    }
+    adam = AdamW(
+        [{"params": rest[kind], "lr": rate} for kind, rate in rates.items() if rest[kind]],
+        betas=(0.9, 0.95),
+        eps=1e-10,
+        weight_decay=0.0,
+    )
+    for optimizer in (muon, adam):
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return [muon, adam]
+
+
+def rate_factor(step: int, settings: TrainingSettings) -> float:
+    """Learning-rate factor of ``step``: linear warm-up, flat, linear cool-down to zero."""
+    up = (step + 1) / max(1, settings.warmup)
+    cooldown = settings.cooldown * settings.steps
+    down = (settings.steps - step) / cooldown if cooldown else 1.0
+    return min(1.0, up, down)
+
+
+def set_rates(optimizers: Iterable[Optimizer], factor: float) -> None:
+    """Set every group's learning rate to ``factor`` times its peak."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * factor

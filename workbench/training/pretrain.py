@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -18,20 +17,22 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch import Tensor
 
-from workbench.kernels import ops
-from workbench.model.beam import Beam, SparseMLP
+from workbench.errors import TrainingError
+from workbench.files import write_whole
+from workbench.model.beam import Beam
 from workbench.model.checkpoint import load, save
-from workbench.model.config import BeamConfig
 from workbench.model.tokenizer import Tokenizer
 from workbench.training.context import TrainingContext
+from workbench.training.curve import CURVE_FILE, RECORD_FILE, loss_curve
 from workbench.training.data import open_stream
 from workbench.training.evaluate import evaluate_held_out
-from workbench.training.optimizer import Muon, split_parameters
-from workbench.training.settings import TrainingSettings, read_settings
-from workbench.training.state import load_state, save_state
+from workbench.training.interrupt import Interrupts
+from workbench.training.optimizer import optimizers_for, rate_factor, set_rates
+from workbench.training.settings import TrainingSettings, check_tokenizer, read_settings
+from workbench.training.state import load_state, remove_states, save_state, saved_states
+from workbench.training.trainable import balance, build
 
 
 class Progress(Protocol):
@@ -42,176 +43,90 @@ class Progress(Protocol):
         ...
 
 
-class CountingRouter(nn.Module):
-    """A router in training: float32 under autocast, and it counts each expert's tokens."""
-
-    load: Tensor
-
-    def __init__(self, config: BeamConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        self.correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
-        self.register_buffer("load", torch.zeros(config.num_experts), persistent=False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As :class:`workbench.model.beam.Router`."""
-        c = self.config
-        with torch.autocast(x.device.type, enabled=False):
-            scores = ops.router_scores(x, self.weight)
-            ids, weights = ops.route(
-                scores,
-                self.correction_bias,
-                c.num_experts_per_tok,
-                c.n_group,
-                c.topk_group,
-                c.norm_topk_prob,
-            )
-        with torch.no_grad():
-            ones = torch.ones_like(ids, dtype=torch.float32).flatten()
-            self.load.add_(torch.zeros_like(self.load).scatter_add(0, ids.flatten(), ones))
-        return ids, weights
-
-
-def build(config: BeamConfig, seed: int, device: torch.device) -> Beam:
-    """A Beam with trainable float32 weights, initialised from ``seed``.
-
-    The embedding has unit variance (the depth-scaled stream keeps it); matrices have variance
-    1 / fan-in; the post-norms make the scale of what follows them irrelevant.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.device("cpu"):
-        beam = Beam(config)
-        for module in beam.modules():
-            if isinstance(module, SparseMLP):
-                module.router = CountingRouter(config)  # type: ignore[assignment]
-                module.expert_mlp = ops.expert_mlp_dense  # no host round trip, compiles whole
-        for name, p in beam.named_parameters():
-            leaf = name.rsplit(".", 1)[-1]
-            with torch.no_grad():
-                if leaf.endswith("norm"):
-                    p.fill_(1.0)
-                elif leaf in ("gate_bias", "correction_bias"):
-                    p.zero_()
-                else:
-                    fan_in = p.shape[-2] if leaf == "down" and p.dim() == 3 else p.shape[-1]
-                    std = {"embed_tokens": 1.0, "lm_head": 0.02}.get(leaf, fan_in**-0.5)
-                    p.copy_(torch.randn(p.shape, generator=generator) * std)
-            p.requires_grad_(leaf != "correction_bias")
-    return beam.to(device)
-
-
-def optimizers_for(beam: Beam, settings: TrainingSettings) -> list[Optimizer]:
-    """Muon for the matrices, AdamW for embedding, head, routers and vectors."""
-    matrices, rest = split_parameters(beam)
-    muon = Muon(
-        [{"params": p, "block": block} for block, p in matrices.items()],
-        lr=settings.matrix_rate,
-        weight_decay=settings.weight_decay,
-        momentum=0.95,
-    )
-    rates = {
-        "embedding": settings.embedding_rate,
-        "head": settings.head_rate,
-        "router": settings.router_rate,
-        "vector": settings.vector_rate,
-    }
-    adam = AdamW(
-        [{"params": rest[kind], "lr": rate} for kind, rate in rates.items() if rest[kind]],
-        betas=(0.9, 0.95),
-        eps=1e-10,
-        weight_decay=0.0,
-    )
-    for optimizer in (muon, adam):
-        for group in optimizer.param_groups:
-            group["peak"] = group["lr"]
-    return [muon, adam]
-
-
-def rate_factor(step: int, settings: TrainingSettings) -> float:
-    """Learning-rate factor of ``step``: linear warm-up, flat, linear cool-down to zero."""
-    up = (step + 1) / max(1, settings.warmup)
-    cooldown = settings.cooldown * settings.steps
-    down = (settings.steps - step) / cooldown if cooldown else 1.0
-    return min(1.0, up, down)
-
-
-@torch.no_grad()
-def balance(beam: Beam, rate: float) -> None:
-    """Move every correction bias against its expert's load since the last call."""
-    for module in beam.modules():
-        if isinstance(module, CountingRouter):
-            module.correction_bias.add_((module.load.mean() - module.load).sign(), alpha=rate)
-            module.correction_bias.sub_(module.correction_bias.mean())
-            module.load.zero_()
-
-
 def train(
     settings: TrainingSettings, *, resume: bool = False, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Train, save and evaluate; returns the record that is also written as ``training.json``.
 
-    Interrupting (Ctrl-C) saves the state at the end of the running step and re-raises;
-    ``resume=True`` then goes on to exactly the weights an uninterrupted run would have had.
+    Interrupting (Ctrl-C) saves the state after the running step and re-raises; ``resume=True`` then
+    goes on to exactly the weights an uninterrupted run would have had. A second Ctrl-C stops at
+    once and leaves the state that was saved last. The state goes when the checkpoint is written.
 
     Raises:
-        TrainingError: corpus or saved state cannot be used.
+        TrainingError: tokenizer, corpus or saved state cannot be used, the loss is no number, or
+            the state cannot be written.
     """
+    _check_folders(settings, resume)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = Tokenizer.from_folder(settings.tokenizer)
+    check_tokenizer(settings, tokenizer)
     stream = open_stream(settings.corpus, tokenizer, settings.length, settings.seed)
     beam = build(settings.model, settings.seed, device)
     optimizers = optimizers_for(beam, settings)
-    record: dict[str, Any] = {"step": 0, "seconds": 0.0, "losses": []}
+    record: dict[str, Any] = {"step": 0, "seconds": 0.0, "losses": [], "partial": [0.0, 0]}
     if resume:
         record = load_state(settings.state, beam, optimizers)
+        _check_same_run(record, settings)
+    record["run"] = _identity(settings)
     loss_of = _loss_function(beam, settings, device)
     pace = max(1, settings.steps // 200)  # about 200 points on the loss curve
-    total = torch.zeros((), device=device)
-    since, clock, begun = 0, time.perf_counter(), time.perf_counter()
-    step = record["step"]
+    step = kept = record["step"]
+    total = torch.tensor(record["partial"][0], device=device)  # summed since the last logged step
+    since = record["partial"][1]
+    clock = begun = time.perf_counter()
+    updating = False  # weights and optimizers are of different steps
 
     def keep() -> None:
+        nonlocal kept
+        record.update(step=step, partial=[float(total), since])
         record["seconds"] += time.perf_counter() - begun
+        if not all(bool(p.isfinite().all()) for p in beam.parameters()):
+            raise _diverged("a weight is NaN or infinite", step, settings)
+        _check_loss(float(total), step, settings)
         save_state(settings.state, step, beam, optimizers, record)
+        kept = step
 
     try:
-        while step < settings.steps:
-            factor = rate_factor(step, settings)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = group["peak"] * factor
-            batch = stream.batch(step, settings.batch, settings.length)
-            loss = loss_of(batch.to(device, non_blocking=True))
-            loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            balance(beam, settings.balance_rate * min(1.0, 2 * factor))
-            total += loss.detach()
-            since, step = since + 1, step + 1
-            record["step"] = step
-            if step % pace == 0 or step == settings.steps:
-                mean = float(total) / since
-                if not math.isfinite(mean):
-                    raise FloatingPointError(f"the loss is {mean} at step {step}")
-                record["losses"].append([step, round(mean, 4)])
-                seconds = time.perf_counter() - clock
-                if progress is not None:
+        with Interrupts() as interrupts:
+            while step < settings.steps:
+                interrupts.check()
+                factor = rate_factor(step, settings)
+                set_rates(optimizers, factor)
+                batch = stream.batch(step, settings.batch, settings.length)
+                loss = loss_of(batch.to(device, non_blocking=True))
+                loss.backward()
+                updating = True
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                balance(beam, settings.balance_rate * min(1.0, 2 * factor))
+                total += loss.detach()
+                since, step = since + 1, step + 1
+                updating = False
+                if step % pace == 0 or step == settings.steps:
+                    mean = float(total) / since
+                    _check_loss(mean, step, settings)
+                    record["losses"].append([step, round(mean, 4)])
                     tokens = since * settings.batch * settings.length
-                    progress(step, settings.steps, mean, tokens / seconds)
-                total.zero_()
-                since, clock = 0, time.perf_counter()
-            if step % settings.save_every == 0 and step < settings.steps:
-                keep()
-                begun = time.perf_counter()
+                    total.zero_()
+                    since = 0
+                    if progress is not None:
+                        progress(step, settings.steps, mean, tokens / (time.perf_counter() - clock))
+                    clock = time.perf_counter()
+                if step % settings.save_every == 0 and step < settings.steps:
+                    keep()
+                    begun = time.perf_counter()
+            interrupts.check()
     except KeyboardInterrupt:
-        keep()
+        if not updating and step > kept:
+            keep()
         raise
     if device.type == "cuda":
         torch.cuda.synchronize()
-    record["seconds"] += time.perf_counter() - begun
-    return _finish(beam, tokenizer, settings, record, device)
+    record.update(step=step, seconds=record["seconds"] + time.perf_counter() - begun)
+    result = _finish(beam, tokenizer, settings, record, device)
+    remove_states(settings.state)
+    return result
 
 
 def run(
@@ -219,6 +134,59 @@ def run(
 ) -> dict[str, Any]:
     """What the command line calls: read the configuration, train, report the contract's keys."""
     return train(read_settings(config), resume=resume, progress=progress)
+
+
+# -- what cannot go on ----------------------------------------------------------------------------
+
+
+def _check_folders(settings: TrainingSettings, resume: bool) -> None:
+    for name, folder in (("output", settings.output), ("state", settings.state)):
+        if folder.exists() and not folder.is_dir():
+            raise TrainingError(f"{name} names {folder}, which is a file; name a folder")
+    states = saved_states(settings.state)
+    if states and not resume:
+        raise TrainingError(
+            f"{settings.state} holds {states[-1].name} of an unfinished run; go on from it with "
+            "--resume, or delete that folder to start anew"
+        )
+
+
+def _identity(settings: TrainingSettings) -> dict[str, Any]:
+    """What a resumed run must share with the run it goes on from, as JSON gives it back."""
+    names = ("seed", "batch", "length")
+    identity = {name: getattr(settings, name) for name in names}
+    same: dict[str, Any] = json.loads(json.dumps(identity | {"model": settings.model.to_dict()}))
+    return same
+
+
+def _check_same_run(record: dict[str, Any], settings: TrainingSettings) -> None:
+    for name, now in _identity(settings).items():
+        then = record.get("run", {}).get(name)
+        if then != now:
+            change = "differs" if name == "model" else f"is {now!r} here and was {then!r} there"
+            raise TrainingError(
+                f"the state in {settings.state} is of another run: {name} {change}; restore it, "
+                "or name another folder as 'state'"
+            )
+
+
+def _check_loss(loss: float, step: int, settings: TrainingSettings) -> None:
+    if not math.isfinite(loss):
+        raise _diverged(f"the loss is {loss}", step, settings)
+
+
+def _diverged(what: str, step: int, settings: TrainingSettings) -> TrainingError:
+    states = saved_states(settings.state)
+    again = "start again"
+    if states:
+        again = f"go on from {states[-1].name} in {settings.state} with --resume"
+    return TrainingError(
+        f"{what} at step {step}: the run has diverged; lower its rates (matrix_rate first) or "
+        f"raise warmup, and {again}"
+    )
+
+
+# -- one step, and the end ------------------------------------------------------------------------
 
 
 def _loss_function(
@@ -248,6 +216,8 @@ def _finish(
     trained.load_state_dict({k: v.cpu() for k, v in beam.state_dict().items()})
     trained.tokenizer = tokenizer
     save(trained, settings.output, tokenizer_folder=settings.tokenizer)
+    for name in (RECORD_FILE, CURVE_FILE):  # of the checkpoint that was just replaced
+        (settings.output / name).unlink(missing_ok=True)
     # What is reported is measured on the file that was written, bfloat16 rounding included.
     shipped = load(settings.output, device=device, dtype=torch.float32)
     held_out = evaluate_held_out(shipped, settings)
@@ -270,9 +240,9 @@ def _finish(
         },
         "losses": losses,
     }
-    temporary = settings.output / f".training.json.{os.getpid()}"
-    temporary.write_text(json.dumps(result) + "\n")
-    os.replace(temporary, settings.output / "training.json")
+    write_whole(settings.output / RECORD_FILE, (json.dumps(result) + "\n").encode())
+    if len(losses) > 1:
+        write_whole(settings.output / CURVE_FILE, loss_curve(result).encode())
     return result
 
 

@@ -10,8 +10,20 @@ from typing import Any
 
 from workbench.errors import ConfigError, TrainingError
 from workbench.model.config import BeamConfig
+from workbench.model.tokenizer import Tokenizer
 
 CONFIGS = Path(__file__).parent / "configs"
+
+# Keys of a config.json that say nothing about the model's shape, for a [model] copied from one.
+_CONFIG_JSON_KEYS = ("architectures", "model_type", "torch_dtype", "dtype", "transformers_version")
+_AT_LEAST_ONE = ("steps", "batch", "length", "save_every")
+_KINDS = {
+    "Path": "a path in quotes",
+    "str": "a text in quotes",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +72,7 @@ def read_settings(path: str | Path) -> TrainingSettings:
             f"give a TOML file or one of {', '.join(bundled_settings())}"
         ) from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise TrainingError(f"{file} is not valid TOML ({error})") from error
+        raise TrainingError(f"{file} is not valid TOML ({error}); correct it") from error
     return settings_from_dict(data, str(file))
 
 
@@ -79,6 +91,10 @@ def settings_from_dict(data: Mapping[str, Any], where: str) -> TrainingSettings:
         values["model"] = BeamConfig.from_dict(model, where=f"{where} [model]")
     except ConfigError as error:
         raise TrainingError(str(error)) from None
+    # A config.json may hold what it likes; here an unknown field is a misspelt one.
+    for name in values["model"].extra:
+        if name not in _CONFIG_JSON_KEYS:
+            raise TrainingError(f"{where} [model]: {name!r} is not a field of Beam; remove it")
     known = {f.name: f for f in fields(TrainingSettings)}
     for name in values:
         if name not in known:
@@ -93,10 +109,13 @@ def settings_from_dict(data: Mapping[str, Any], where: str) -> TrainingSettings:
     if settings.length > settings.model.max_position_embeddings:
         raise TrainingError(
             f"{where}: length ({settings.length}) exceeds max_position_embeddings "
-            f"({settings.model.max_position_embeddings})"
+            f"({settings.model.max_position_embeddings}) of [model]; lower it"
         )
     if settings.cooldown > 1:
-        raise TrainingError(f"{where}: cooldown is a share of the steps, at most 1")
+        raise TrainingError(
+            f"{where}: cooldown is a share of the steps and must be at most 1, "
+            f"not {settings.cooldown}"
+        )
     return settings
 
 
@@ -108,13 +127,39 @@ def _checked(name: str, value: Any, kind: str, where: str) -> Any:
             return float(value)
         raise TrainingError(f"{where}: {name} must be at least 0 and finite, not {value!r}")
     if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
-        if value >= (1 if name in ("steps", "batch", "length", "save_every") else 0):
+        least = 1 if name in _AT_LEAST_ONE else 0
+        if value >= least:
             return value
-        raise TrainingError(f"{where}: {name} is too small ({value!r})")
+        raise TrainingError(f"{where}: {name} must be at least {least}, not {value!r}")
     if (
         (kind == "str" and isinstance(value, str))
         or (kind == "bool" and isinstance(value, bool))
         or kind == "BeamConfig"
     ):
         return value
-    raise TrainingError(f"{where}: {name} must be of kind {kind.lower()}, not {value!r}")
+    raise TrainingError(f"{where}: {name} must be {_KINDS[kind]}, not {value!r}")
+
+
+def check_tokenizer(settings: TrainingSettings, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer whose ids the model of ``settings`` cannot embed or would misread.
+
+    Raises:
+        TrainingError: the vocabulary is larger than the model's, or a marker's id differs.
+    """
+    model = settings.model
+    if tokenizer.vocab_size > model.vocab_size:
+        raise TrainingError(
+            f"the tokenizer in {settings.tokenizer} has {tokenizer.vocab_size} tokens, more than "
+            f"the model's vocab_size of {model.vocab_size}; raise vocab_size in [model]"
+        )
+    for name, theirs in (
+        ("bos_token_id", tokenizer.bos_id),
+        ("eos_token_id", tokenizer.eos_id),
+        ("pad_token_id", tokenizer.pad_id),
+    ):
+        ours = getattr(model, name)
+        if ours is not None and ours != theirs:
+            raise TrainingError(
+                f"{name} is {ours} in [model], but {theirs} in the tokenizer in "
+                f"{settings.tokenizer}; make them equal"
+            )

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,14 @@ def _kept(folder: Path) -> str:
     if not states:
         return "make room and start again"
     return f"{states[-1].name} there is whole: make room and go on from it with --resume"
+
+
+def remove_states(folder: Path) -> None:
+    """Remove the states under ``folder``, and the folder if nothing else is in it."""
+    for state in saved_states(folder):
+        shutil.rmtree(state, ignore_errors=True)
+    with suppress(OSError):  # never made, or somebody else's file is in it
+        folder.rmdir()
 
 
 def load_state(folder: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:

@@ -83,8 +83,8 @@ class Explorer(Dashboard):
         )
         self.status = widgets.HTML()
         self.readout = widgets.HTML()
-        self.figure = go.FigureWidget()
-        self._draw_frame(self.figure)
+        # Made whole: the page never learns of traces that are added before it has drawn the widget.
+        self.figure = go.FigureWidget(self._frame())
         self.figure._config = {**self.figure._config, **theme.CONFIG}
         self.widget = widgets.VBox(
             [
@@ -179,12 +179,11 @@ class Explorer(Dashboard):
             f'white-space:pre-wrap;margin:0">{escape(self.text)}</pre>'
         )
 
-    def _draw_frame(self, fig: Any) -> None:
-        theme.style(
-            fig,
+    def _frame(self) -> go.Figure:
+        fig = theme.figure(
             f"Inside {self.beam.name}",
             "measured here on the prompt above",
-            height=460,
+            height=520,
             margin={"l": 84, "r": 12, "t": 92, "b": 84},
             xaxis={"domain": [0, 0.5]},
             xaxis2={
@@ -258,6 +257,7 @@ class Explorer(Dashboard):
         theme.panel_title(fig, 1, "")
         theme.panel_title(fig, 2, "next token, if the model stopped here", align=3)
         theme.panel_title(fig, 3, "")
+        return fig
 
 
 def readout(reading: Reading, layer: int, head: int | None) -> list[str]:

@@ -109,8 +109,7 @@ def _html(lens: LogitLens, config: BeamConfig, first: int) -> str:
     )
     return page(
         f"Logit lens of {lens.model}",
-        "measured here · likeliest next token if the model stopped after a layer; colour is its "
-        "probability, underlined where it is the token that follows",
+        "measured here · likeliest next token if the model stopped there; underlined: it follows",
         box(grid, "overflow-x:auto"),
         legend=_legend(),
     )

@@ -41,7 +41,7 @@ def this_machine(diagnosis: Diagnosis) -> View:
         box(escape(title), "font-weight:600", "margin:10px 0 2px") + _grid(lines)
         for title, lines in parts
     )
-    return View(text=text, html=page("This machine", "found just now", body))
+    return View(text=text, html=page("This machine", "as found when this ran", body))
 
 
 def _grid(rows: list[tuple[str, str, str]]) -> str:
@@ -54,7 +54,7 @@ def _grid(rows: list[tuple[str, str, str]]) -> str:
     return box(
         cells,
         "display:grid",
-        "grid-template-columns:14px minmax(120px,auto) 1fr",
+        "grid-template-columns:14px 190px 1fr",
         "gap:2px 10px",
         f"font-size:{theme.TEXT}px",
     )

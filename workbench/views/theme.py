@@ -143,8 +143,9 @@ def _template() -> go.layout.Template:
 
 TEMPLATE = _template()
 
-# How figures behave on the page; part of what a saved notebook holds.
-CONFIG = {"displaylogo": False, "displayModeBar": False, "responsive": True}
+# How figures behave on the page; part of what a saved notebook holds. Not "responsive": JupyterLab
+# resizes them itself, and together the two flatten a figure to the height of a line.
+CONFIG = {"displaylogo": False, "displayModeBar": False}
 
 
 def figure(title: str, subtitle: str, *, height: int, **layout: Any) -> go.Figure:

@@ -1,0 +1,70 @@
+"""The one look: contrast on both themes, text that follows them, escaping, scales."""
+
+import re
+
+import pytest
+
+from workbench.views import theme
+
+# JupyterLab 4's page colours, and its widest use of grey in the dark theme.
+LIGHT, DARK = "#ffffff", "#111111"
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of WCAG 2.1."""
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a: str, b: str) -> float:
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("page", [LIGHT, DARK])
+def test_marks_stand_out_on_both_themes(page: str) -> None:
+    for color in (theme.SLIDING, theme.FULL, theme.SPARSE, theme.DENSE, theme.HEAT):
+        assert contrast(color, page) >= 3  # WCAG 1.4.11, graphical objects
+    assert contrast(theme.NEUTRAL, page) >= 4.2  # tick labels, the only text of a fixed colour
+
+
+def test_a_thing_has_one_colour() -> None:
+    colors = [*theme.ATTENTION.values(), *theme.MLP.values(), theme.HEAT, theme.NEUTRAL]
+    assert len(set(colors)) == len(colors)
+
+
+def test_read_text_takes_the_pages_colour() -> None:
+    assert theme.ink("loss") == f'<span style="color:var(--jp-ui-font-color1,{theme.NEUTRAL})">loss</span>'
+    assert "--jp-ui-font-color2" in theme.ink("aside", faint=True)
+
+
+def test_figures_are_transparent_and_text_has_three_sizes() -> None:
+    layout = theme.TEMPLATE.layout
+    assert layout.paper_bgcolor == layout.plot_bgcolor == "rgba(0,0,0,0)"
+    sizes = set(re.findall(r"'size': (\d+)", str(layout.to_plotly_json())))
+    assert sizes == {str(s) for s in (theme.TITLE, theme.TEXT, theme.SMALL)}
+
+
+def test_scales_start_from_nothing_and_end_in_full() -> None:
+    for scale in (theme.scale(), theme.linear_scale()):
+        stops = [stop for stop, _ in scale]
+        opacities = [float(color.rstrip(")").split(",")[3]) for _, color in scale]
+        assert (stops[0], stops[-1], opacities[0], opacities[-1]) == (0, 1, 0, 1)
+        assert stops == sorted(stops)
+        assert opacities == sorted(opacities)
+    for stop, color in theme.scale():
+        assert float(color.rstrip(")").split(",")[3]) ** 3 == pytest.approx(stop, abs=1e-4)
+    low, middle, high = theme.diverging_scale()
+    assert middle == (0.5, theme.rgba(theme.NEUTRAL, 0))
+    assert low[1] != high[1]
+
+
+def test_token_labels_are_short_and_escaped() -> None:
+    assert theme.token_label("<script>") == "&lt;script&gt;"
+    assert theme.token_label('"a" & \'b\'') == "\"a\" &amp; 'b'"
+    assert theme.token_label("⏎········") == "⏎·×8"
+    assert theme.token_label("····") == "····"
+    assert theme.token_label("abcdefghijklmnop", 6) == "abcde…"
+    # What is cut off is text, not half an entity.
+    assert theme.token_label("<<<<<<<<", 4) == "&lt;&lt;&lt;…"
