@@ -575,3 +575,32 @@ def test_json_has_no_not_a_number() -> None:
 
 def test_version() -> None:
     assert run("--version").stdout.strip() == workbench.__version__
+
+
+@pytest.mark.parametrize(
+    "command", ["generate", "logits", "evaluate", "demo", "train model", "lab"]
+)
+def test_options_are_lower_case(command: str) -> None:
+    """A metavar can turn into an option's name; the names are part of the contract."""
+    page = CliRunner().invoke(app, [*command.split(), "--help"]).output
+    names = re.findall(r"--[A-Za-z][\w-]*", page)
+    assert names
+    assert [n for n in names if n != n.lower()] == []
+
+
+def test_device_is_taken() -> None:
+    run = CliRunner().invoke(
+        app,
+        [
+            "generate",
+            "beam-tiny",
+            "--prompt",
+            "x",
+            "--max-new-tokens",
+            "2",
+            "--device",
+            "cpu",
+            "--json",
+        ],
+    )
+    assert run.exit_code == 0, run.output

@@ -98,7 +98,10 @@ Precision = Annotated[
     Dtype | None,
     typer.Option(help="Default: float32 on a CPU, bfloat16 elsewhere."),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu (the default) or cuda.", metavar="DEVICE")]
+# Named explicitly: a metavar that is the name in capitals would become the option's own name.
+Device = Annotated[
+    str | None, typer.Option("--device", help="cpu (the default) or cuda.", metavar="DEVICE")
+]
 
 
 @app.callback(invoke_without_command=True)

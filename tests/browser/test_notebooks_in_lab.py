@@ -121,6 +121,8 @@ def test_start_here(lab: Lab, browser: "playwright.Browser", beam: Beam, screens
         notebook.command("notebook:interrupt-kernel")
         check_stopped(notebook, beam)
 
+        photograph(notebook, screenshots, "00")
+
         # Another prompt, which the page must show as text.
         hostile = "<img src=x onerror=document.title='hit'>"
         page.locator(".bw-live-prompt").fill(hostile)
@@ -134,7 +136,6 @@ def test_start_here(lab: Lab, browser: "playwright.Browser", beam: Beam, screens
         assert page.locator(".bw-live img").count() == 0
         assert page.title() != "hit"
 
-        photograph(notebook, screenshots, "00")
         assert_quiet(notebook)
 
 

@@ -59,7 +59,7 @@ def test_loss_falls_below_the_entropy_of_single_tokens(
     def progress(*now: Any) -> None:
         told.append(now)
 
-    settings = make_settings(steps=60, batch=8, length=64)
+    settings = make_settings(steps=60, batch=8, length=64, save_every=25)
     result = pretrain.train(settings, progress=progress)
     tokens = np.fromfile(corpus_folder / "train.tokens.u16", dtype="<u2")
     first, last = result["losses"][0][1], float(np.mean([x for _, x in result["losses"][-5:]]))
@@ -154,6 +154,15 @@ def test_interrupted_and_resumed_is_bit_identical_to_uninterrupted(make_settings
     assert (make_settings("untouched").output / "model.safetensors").read_bytes() == weights[0]
 
 
+def test_long_runs_log_about_two_hundred_points_and_the_last(make_settings: Make) -> None:
+    small = make_settings().model.replace(
+        num_hidden_layers=1, layer_types=("full_attention",), mlp_layer_types=("dense",)
+    )
+    settings = make_settings(model=small, steps=411, batch=1, length=4)
+    losses = pretrain.train(settings)["losses"]
+    assert [step for step, _ in losses] == [*range(2, 411, 2), 411]
+
+
 def test_seconds_add_up_over_interruptions(make_settings: Make) -> None:
     settings = make_settings()
     with pytest.raises(KeyboardInterrupt):
@@ -231,15 +240,55 @@ def test_ctrl_c_in_the_middle_of_a_step_is_answered_after_it(
     assert [p.name for p in settings.state.iterdir()] == ["step-5"]
     # A second press does not wait; weights and optimizer disagree then, so nothing is saved.
     presses, step = 2, 0
-    twice = make_settings("two", save_every=4)
+    twice = make_settings("two", save_every=3)
     with pytest.raises(KeyboardInterrupt):
         pretrain.train(twice)
-    assert [p.name for p in twice.state.iterdir()] == ["step-4"]
+    assert [p.name for p in twice.state.iterdir()] == ["step-3"]
     monkeypatch.setattr(pretrain, "balance", real)
     expected = pretrain.train(make_settings("whole"))["losses"]
     assert pretrain.train(settings, resume=True)["losses"] == expected
     assert pretrain.train(twice, resume=True)["losses"] == expected
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_in_the_last_step_is_not_lost(
+    make_settings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = pretrain.balance
+    left = 12
+
+    def interrupting(*arguments: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        real(*arguments)
+
+    monkeypatch.setattr(pretrain, "balance", interrupting)
+    settings = make_settings()
+    with pytest.raises(KeyboardInterrupt):
+        pretrain.train(settings)
+    assert [p.name for p in settings.state.iterdir()] == ["step-12"]
+    assert not settings.output.exists()
+    assert pretrain.train(settings, resume=True)["steps"] == 12
+
+
+def test_an_interrupted_evaluation_leaves_no_record_of_another_run(
+    make_settings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings(save_every=4)
+    pretrain.train(settings)
+    assert (settings.output / "training.json").exists()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain, "evaluate_held_out", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain.train(replace(settings, seed=1))
+    names = {path.name for path in settings.output.iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert [p.name for p in settings.state.iterdir()] == ["step-8"]
 
 
 def test_interrupts_leave_other_handlers_and_threads_alone() -> None:

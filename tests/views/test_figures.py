@@ -11,14 +11,15 @@ import pytest
 import torch
 
 import workbench
-from workbench import views
+from workbench import doctor, views
 from workbench.errors import InspectionError
 from workbench.model import effects
 from workbench.model.beam import Beam
-from workbench.model.config import BeamConfig
 from workbench.model.generate import Token
+from workbench.model.info import ModelInfo
 from workbench.model.inspect import Capture, LogitLens, logit_lens, router_load
 from workbench.model.tensors import active_parameters, total_parameters
+from workbench.views import theme
 from workbench.views.view import PLOTLY, View
 
 PROMPT = "def mean(values):\n    return sum(values) / len(values)\n"
@@ -39,7 +40,7 @@ def traces(view: View, kind: type) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def full() -> workbench.model.info.ModelInfo:
+def full() -> ModelInfo:
     return workbench.info("beam-501b")
 
 
@@ -56,7 +57,7 @@ def effect(beam: Beam) -> effects.Ablation:
 # -- config only ------------------------------------------------------------------------------
 
 
-def test_layer_strip_has_one_cell_a_layer(full: workbench.model.info.ModelInfo) -> None:
+def test_layer_strip_has_one_cell_a_layer(full: ModelInfo) -> None:
     view = views.layer_strip(full)
     bars = {plain(bar.name): bar for bar in traces(view, go.Bar)}
     assert list(bars["full attention (9)"].x) == [3, 9, 15, 21, 27, 33, 39, 45, 51]
@@ -64,7 +65,7 @@ def test_layer_strip_has_one_cell_a_layer(full: workbench.model.info.ModelInfo) 
     attention = [*bars["full attention (9)"].x, *bars["sliding attention (43)"].x]
     assert sorted(attention) == list(range(52))
     assert sorted([*bars["dense MLP (3)"].x, *bars["sparse MLP (49)"].x]) == list(range(52))
-    assert bars["full attention (9)"].marker.color == views.theme.FULL
+    assert bars["full attention (9)"].marker.color == theme.FULL
     hover = bars["sliding attention (43)"].hovertemplate
     for said in ("window of 512", "8 KV heads", "head_dim 128", "RoPE"):
         assert said in hover
@@ -80,7 +81,7 @@ def test_layer_strip_has_one_cell_a_layer(full: workbench.model.info.ModelInfo) 
     assert "assumed" in view.figure.layout.title.subtitle.text
 
 
-def test_treemap_adds_up(full: workbench.model.info.ModelInfo) -> None:
+def test_treemap_adds_up(full: ModelInfo) -> None:
     view = views.parameter_treemap(full)
     (tree,) = traces(view, go.Treemap)
     size = dict(zip(tree.ids, tree.values, strict=True))
@@ -95,11 +96,12 @@ def test_treemap_adds_up(full: workbench.model.info.ModelInfo) -> None:
     assert sum(bars.customdata) == active_parameters(full.config)
     assert bars.x[0] / bars.x[1] == pytest.approx(bars.customdata[0] / bars.customdata[1])
     assert view.text.startswith("beam-501b: 501.01 B parameters, 23.18 B active on each token\n")
-    assert "501.01 B" in str(view.figure.layout.annotations)
-    assert "23.18 B" in str(view.figure.layout.annotations)
+    headings = [plain(note.text) for note in view.figure.layout.annotations]
+    assert any("501.01 B" in heading for heading in headings)
+    assert any("23.18 B" in heading for heading in headings)
 
 
-def test_position_reach_draws_the_closed_forms(full: workbench.model.info.ModelInfo) -> None:
+def test_position_reach_draws_the_closed_forms(full: ModelInfo) -> None:
     tiny = workbench.info("beam-tiny")
     view = views.position_reach([full, tiny])
     curve = view.figure.data[0]
@@ -124,8 +126,8 @@ def test_residual_scale_draws_factors_and_stream(beam: Beam) -> None:
     assert list(stream.y) == pytest.approx(list(np.sqrt((n - 1) / n)))
     assert list(left.y) == pytest.approx([1 / np.sqrt(11)] * 10)
     assert list(measured.y) == rms
-    kinds = [views.theme.ATTENTION[kind] for kind in beam.config.layer_types]
-    assert list(measured.marker.color) == [views.theme.NEUTRAL, *kinds]
+    kinds = [theme.ATTENTION[kind] for kind in beam.config.layer_types]
+    assert list(measured.marker.color) == [theme.NEUTRAL, *kinds]
     assert "1.00 2.00 3.00 4.00 5.00 6.00" in view.text
     assert "measured" not in views.residual_scale(info).text
     with pytest.raises(InspectionError, match="6 places"):
@@ -177,7 +179,8 @@ def test_router_load_draws_shares(seen: Capture) -> None:
     load = router_load(seen)
     view = views.router_load(load, model="small")
     (heat,) = traces(view, go.Heatmap)
-    counts = np.stack([np.bincount(seen.router_ids[i].flatten(), minlength=8) for i in (1, 2, 3, 4)])
+    chosen = [seen.router_ids[i].flatten().numpy() for i in (1, 2, 3, 4)]
+    counts = np.stack([np.bincount(ids, minlength=8) for ids in chosen])
     expected = counts / (len(seen.tokens) * 2) * 8
     assert np.asarray(heat.z) == pytest.approx(expected)
     assert (np.asarray(heat.customdata) == counts).all()
@@ -192,7 +195,7 @@ def test_ablation_effect_draws_rises(effect: effects.Ablation, beam: Beam) -> No
     drawn = {y: x for bar in bars for x, y in zip(bar.x, bar.y, strict=True)}
     assert [drawn[i] for i in range(5)] == pytest.approx([v - effect.loss for v in effect.layers])
     colors = {y: bar.marker.color for bar in bars for y in bar.y}
-    assert colors[1] == colors[4] == views.theme.FULL
+    assert colors[1] == colors[4] == theme.FULL
     (heat,) = traces(view, go.Heatmap)
     rises = np.array([effect.experts[i] for i in (1, 2, 3, 4)]) - effect.loss
     assert np.asarray(heat.z) == pytest.approx(rises)
@@ -223,7 +226,8 @@ def test_written_tints_by_surprise() -> None:
     view = views.written("start ", tokens, model="small")
     assert [-y for y in view.figure.data[0].y] == [0.0, -0.6931, -40.0]
     assert view.html is not None
-    tints = [float(a) for a in re.findall(r"rgba\(230,159,0,([\d.]+)\);border-radius:2px\" t", view.html)]
+    # Every token is a span with a hover; the swatches of the legend have none.
+    tints = [float(a) for a in re.findall(r"rgba\(230,159,0,([\d.]+)\)[^>]+title=", view.html)]
     assert len(tints) == 3
     assert tints[0] == 0 < tints[1] < tints[2] <= 0.7
     assert "p = 0.50" in view.html
@@ -259,7 +263,8 @@ def test_views_are_small_and_repeatable(
         assert view._repr_mimebundle_() == twice[name]._repr_mimebundle_(), name
         assert repr(view) == str(view) == view.text
         assert view._repr_mimebundle_()["text/plain"] == view.text
-        assert max(map(len, view.text.splitlines())) <= 180, name
+        if name != "written":  # that is what the model wrote
+            assert max(map(len, view.text.splitlines())) <= 180, name
         json.dumps(view._repr_mimebundle_(), allow_nan=False)
 
 
@@ -292,9 +297,7 @@ def test_views_show_their_figure_or_their_page(lens: LogitLens, beam: Beam) -> N
     assert set(page) == {"text/plain", "text/html"}
 
 
-def test_token_text_never_becomes_markup(
-    beam: Beam, seen: Capture, lens: LogitLens, config: BeamConfig | None = None
-) -> None:
+def test_token_text_never_becomes_markup(beam: Beam, seen: Capture, lens: LogitLens) -> None:
     hostile = (*seen.tokens[:-1], HOSTILE)
     captured = replace(seen, tokens=hostile)
     read = replace(lens, tokens=hostile, texts=dict.fromkeys(lens.texts, HOSTILE))
@@ -312,9 +315,7 @@ def test_token_text_never_becomes_markup(
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in shown[2]._repr_mimebundle_()["text/html"]
 
 
-def test_the_machines_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workbench import doctor
-
+def test_the_machines_report() -> None:
     report = doctor.Diagnosis(
         machine=workbench.machine(),
         runs=(doctor.Capability(name="tiny", possible=True, reason="measured <here>"),),

@@ -35,7 +35,10 @@ def test_a_thing_has_one_colour() -> None:
 
 
 def test_read_text_takes_the_pages_colour() -> None:
-    assert theme.ink("loss") == f'<span style="color:var(--jp-ui-font-color1,{theme.NEUTRAL})">loss</span>'
+    assert (
+        theme.ink("loss")
+        == f'<span style="color:var(--jp-ui-font-color1,{theme.NEUTRAL})">loss</span>'
+    )
     assert "--jp-ui-font-color2" in theme.ink("aside", faint=True)
 
 
@@ -62,7 +65,7 @@ def test_scales_start_from_nothing_and_end_in_full() -> None:
 
 def test_token_labels_are_short_and_escaped() -> None:
     assert theme.token_label("<script>") == "&lt;script&gt;"
-    assert theme.token_label('"a" & \'b\'') == "\"a\" &amp; 'b'"
+    assert theme.token_label("\"a\" & 'b'") == "\"a\" &amp; 'b'"
     assert theme.token_label("⏎········") == "⏎·×8"
     assert theme.token_label("····") == "····"
     assert theme.token_label("abcdefghijklmnop", 6) == "abcde…"

@@ -108,7 +108,7 @@ def read_texts(files: Iterable[str | Path]) -> Iterator[str]:
                     for line in lines:
                         yield json.loads(line)["text"]
             else:
-                yield file.read_text(encoding="utf-8")
+                yield file.read_bytes().decode("utf-8")  # as it is: text mode rewrites line ends
         except OSError as error:
             raise TrainingError(f"{file} cannot be read ({error.strerror})") from error
         except UnicodeDecodeError as error:

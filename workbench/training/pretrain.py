@@ -30,6 +30,7 @@ from workbench.training.data import open_stream
 from workbench.training.evaluate import evaluate_held_out
 from workbench.training.interrupt import Interrupts
 from workbench.training.optimizer import optimizers_for, rate_factor, set_rates
+from workbench.training.rescale import rescale_outputs
 from workbench.training.settings import TrainingSettings, check_tokenizer, read_settings
 from workbench.training.state import load_state, remove_states, save_state, saved_states
 from workbench.training.trainable import balance, build
@@ -124,7 +125,8 @@ def train(
     if device.type == "cuda":
         torch.cuda.synchronize()
     record.update(step=step, seconds=record["seconds"] + time.perf_counter() - begun)
-    result = _finish(beam, tokenizer, settings, record, device)
+    sample = stream.batch(0, 1, settings.length)[0]
+    result = _finish(beam, tokenizer, settings, record, device, sample)
     remove_states(settings.state)
     return result
 
@@ -211,9 +213,11 @@ def _finish(
     settings: TrainingSettings,
     record: dict[str, Any],
     device: torch.device,
+    sample: Tensor,
 ) -> dict[str, Any]:
     trained = Beam(settings.model)
     trained.load_state_dict({k: v.cpu() for k, v in beam.state_dict().items()})
+    rescale_outputs(trained, sample)
     trained.tokenizer = tokenizer
     save(trained, settings.output, tokenizer_folder=settings.tokenizer)
     for name in (RECORD_FILE, CURVE_FILE):  # of the checkpoint that was just replaced

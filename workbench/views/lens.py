@@ -109,7 +109,7 @@ def _html(lens: LogitLens, config: BeamConfig, first: int) -> str:
     )
     return page(
         f"Logit lens of {lens.model}",
-        "measured here · likeliest next token if the model stopped there; underlined: it follows",
+        "measured here · likeliest next token if the model stopped there, underlined where right",
         box(grid, "overflow-x:auto"),
         legend=_legend(),
     )

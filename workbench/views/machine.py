@@ -27,7 +27,7 @@ def this_machine(diagnosis: Diagnosis) -> View:
         (
             _NO,
             f"{check.name} ({check.purpose})",
-            ": ".join(filter(None, (check.found, check.remedy))),
+            "; ".join(filter(None, (check.found, check.remedy))),
         )
         for check in missing
     ]

@@ -65,9 +65,10 @@ def _ssmax_panel(fig: go.Figure, infos: Sequence[ModelInfo]) -> None:
                 textposition="middle left",
                 textfont={"size": theme.TEXT},
                 cliponaxis=False,
-                name=theme.ink(f"context of {info.name}"),
                 showlegend=False,
-                hovertext=[f"{info.name}: end of its context<br>queries × {factor:.4f}"],
+                hovertext=[
+                    f"{theme.plain(info.name)}: end of its context<br>queries × {factor:.4f}"
+                ],
                 hoverinfo="text",
             )
         )
@@ -98,10 +99,10 @@ def _rope_panel(fig: go.Figure, infos: Sequence[ModelInfo]) -> None:
                 mode="lines+markers",
                 line={"color": theme.rgba(theme.SLIDING, 0.4), "width": 1},
                 marker={"symbol": symbol, "size": 5, "color": theme.SLIDING},
-                name=theme.ink(info.name),
+                name=theme.ink(theme.plain(info.name)),
                 customdata=window / np.array(waves),
                 hovertemplate=(
-                    f"{info.name}, pair %{{x}}<br>one turn in %{{y:,.1f}} tokens<br>"
+                    f"{theme.plain(info.name)}, pair %{{x}}<br>one turn in %{{y:,.1f}} tokens<br>"
                     f"%{{customdata:,.2f}} turns in the window of {window}<extra></extra>"
                 ),
             )

@@ -54,11 +54,15 @@ def ink(text: str, *, faint: bool = False) -> str:
     return f'<span style="color:var({variable},{NEUTRAL})">{text}</span>'
 
 
+def plain(text: str) -> str:
+    """Text for plotly, which reads some HTML: names and token texts pass through here."""
+    return escape(text, quote=False)  # quotes stay: plotly would show them as entities
+
+
 def token_label(text: str, limit: int = 14) -> str:
     """A token's text, escaped for plotly and for HTML; runs of spaces and long texts shortened."""
     text = re.sub("·{5,}", lambda run: f"·×{len(run.group())}", text)
-    # Quotes stay: plotly would show them as entities.
-    return escape(text if len(text) <= limit else text[: limit - 1] + "…", quote=False)
+    return plain(text if len(text) <= limit else text[: limit - 1] + "…")
 
 
 def scale(color: str = HEAT, *, steps: int = 12) -> list[tuple[float, str]]:
@@ -159,7 +163,10 @@ def style(fig: Any, title: str, subtitle: str, *, height: int, **layout: Any) ->
     """Put the house style on a figure (a ``FigureWidget`` or one with subplots, too)."""
     fig.update_layout(
         template=TEMPLATE,
-        title={"text": ink(f"<b>{title}</b>"), "subtitle": {"text": ink(subtitle, faint=True)}},
+        title={
+            "text": ink(f"<b>{plain(title)}</b>"),
+            "subtitle": {"text": ink(plain(subtitle), faint=True)},
+        },
         height=height,
         autosize=True,
         **layout,
