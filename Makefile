@@ -20,7 +20,7 @@ TEST  := $(LAB),test
 FULL  := $(TEST),bench,dev
 NEEDS := pyproject.toml constraints.txt setup.py scripts/fill_venv.py
 
-.PHONY: help lab test test-full lint format bench hooks clean
+.PHONY: help lab test test-full lint engine format bench hooks clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -30,6 +30,7 @@ help:
 	@echo "make test-full  the same and everything slow"
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     let ruff rewrite the source"
+	@echo "make engine     check beam-tiny against vLLM's own model (optional, ENGINE_PYTHON=...)"
 	@echo "make bench      benchmarks that run on a CPU"
 	@echo "make hooks      install the pre-commit hooks"
 	@echo "make clean      remove the environment, builds and caches (a downloaded corpus stays)"
@@ -68,6 +69,11 @@ test: lint
 
 test-full: $(VENV)/.filled-full lint
 	@$(BIN)/python -m pytest $(NBVAL) -m "full or not full" tests notebooks $(PYTEST_ARGS)
+
+# Optional: the bundled checkpoint through the engine's own classes (tests/engine/README.md).
+engine:
+	@test -n "$(ENGINE_PYTHON)" || { echo "name a Python that has the engine: make engine ENGINE_PYTHON=..., see tests/engine/README.md" >&2; exit 1; }
+	@$(ENGINE_PYTHON) tests/engine/record_engine_vectors.py --check workbench/model/zoo/beam-tiny
 
 format: $(VENV)/.filled-test
 	@$(BIN)/ruff check --fix .

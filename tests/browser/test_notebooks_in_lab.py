@@ -78,6 +78,24 @@ def photograph(notebook: Notebook, folder: Path, name: str) -> None:
     notebook.theme("JupyterLab Light")
 
 
+def assert_plots_are_whole(notebook: Notebook, least: int) -> None:
+    """So many plots, none flattened by JupyterLab's resizing of what it shows, none clipped.
+
+    Call it after the window has changed its size, which is when plots are resized.
+    """
+    plots = notebook.page.evaluate(
+        """() => [...document.querySelectorAll('.js-plotly-plot')].map(plot => {
+            const svg = plot.querySelector('.main-svg').getBoundingClientRect();
+            const page = plot.closest('.jp-OutputArea').getBoundingClientRect();
+            return [svg.height, page.right - svg.right];
+        })"""
+    )
+    assert len(plots) >= least
+    for height, room in plots:
+        assert height >= 200
+        assert room >= 0
+
+
 def assert_quiet(notebook: Notebook) -> None:
     assert notebook.cell_errors() == []
     assert notebook.errors == [], "the browser's console has errors"
@@ -122,6 +140,7 @@ def test_start_here(lab: Lab, browser: "playwright.Browser", beam: Beam, screens
         check_stopped(notebook, beam)
 
         photograph(notebook, screenshots, "00")
+        assert_plots_are_whole(notebook, least=2)
 
         # Another prompt, which the page must show as text.
         hostile = "<img src=x onerror=document.title='hit'>"
@@ -226,16 +245,15 @@ def test_inside_beam(
         last = seen.attention[4][1][-1]
         drawn = notebook.until(
             f"""wanted => {{
-                const row = ({_EXPLORER})().data[0].z.at(-1);
-                const last = Array.from(row._inputArray ?? row);
-                return Math.abs(last.at(-1) - wanted) < 1e-6 && last;
+                const rows = ({_EXPLORER})()?.data?.[0]?.z;
+                if (!rows) return false;  // not drawn yet
+                const last = Array.from(rows[rows.length - 1]);
+                return Math.abs(last[last.length - 1] - wanted) < 1e-6 && last;
             }}""",
             argument=float(last[-1]),
         )
         assert drawn == pytest.approx(last.tolist(), abs=1e-6)
 
-        # Every picture of the notebook is there.
-        plots = page.evaluate("() => document.querySelectorAll('.js-plotly-plot .main-svg').length")
-        assert plots >= 8
         photograph(notebook, screenshots, "01")
+        assert_plots_are_whole(notebook, least=8)
         assert_quiet(notebook)

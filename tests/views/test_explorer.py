@@ -123,7 +123,7 @@ def test_what_stays_in_a_saved_notebook(explorer: Explorer) -> None:
 
 
 def test_one_figure_widget_with_all_its_traces(explorer: Explorer) -> None:
-    """Traces added after the widget is made would be missing from the page."""
+    """Traces added after the widget is made would be missing when the page first draws it."""
     import plotly.graph_objects as go
 
     def figures(widget: object) -> int:

@@ -223,6 +223,12 @@ def test_the_buttons(beam: Beam) -> None:
     tokens = list(workbench.stream(beam, "y = ", max_new_tokens=count))
     assert page.texts() == [t.text for t in tokens]
 
+    # What the first run still had to show comes too late.
+    status = view.widget.status
+    view._show(first, tokens)
+    assert page.texts() == [t.text for t in tokens]
+    assert view.widget.status == status
+
 
 def test_a_prompt_that_cannot_be_decoded_is_told_and_the_next_works(beam: Beam) -> None:
     view = live(beam, PROMPT, max_new_tokens=2)

@@ -83,7 +83,7 @@ class Explorer(Dashboard):
         )
         self.status = widgets.HTML()
         self.readout = widgets.HTML()
-        # Made whole: the page never learns of traces that are added before it has drawn the widget.
+        # Made whole: traces added to an empty widget reach the page after it has drawn without.
         self.figure = go.FigureWidget(self._frame())
         self.figure._config = {**self.figure._config, **theme.CONFIG}
         self.widget = widgets.VBox(
