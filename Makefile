@@ -13,6 +13,24 @@ PYTEST_ARGS ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
+# An environment stays what it was made with: a later `make` without TORCH keeps the chosen torch, and
+# another choice is not ignored without a word.
+-include $(VENV)/.choice.mk
+ifneq ($(origin CHOSEN_PYTHON),undefined)
+ifeq ($(filter clean help,$(MAKECMDGOALS)),)
+ifeq ($(origin PYTHON),command line)
+ifneq ($(PYTHON),$(CHOSEN_PYTHON))
+$(error $(VENV) was made with PYTHON=$(CHOSEN_PYTHON): run `make clean` first, then this again)
+endif
+endif
+ifeq ($(strip $(TORCH)),)
+TORCH := $(CHOSEN_TORCH)
+else ifneq ($(TORCH),$(CHOSEN_TORCH))
+$(error $(VENV) was made with TORCH='$(CHOSEN_TORCH)' ('' is the default): run `make clean` first, then this again)
+endif
+endif
+endif
+
 NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=120
 FILL  := scripts/fill_venv.py --venv $(VENV) --torch '$(TORCH)' --torch-index '$(TORCH_INDEX)'
 LAB   := lab,train
@@ -33,14 +51,16 @@ help:
 	@echo "make engine     check beam-tiny against vLLM's own model (optional, ENGINE_PYTHON=...)"
 	@echo "make bench      benchmarks that run on a CPU"
 	@echo "make hooks      install the pre-commit hooks"
-	@echo "make clean      remove the environment, builds and caches (a downloaded corpus stays)"
+	@echo "make clean      remove the environment, builds and caches (build/, what you made, stays)"
 
 # A stamp is written only after everything is in; it is newer than what it was made from.
 define fill
 @command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found: install Python 3.11 or newer, or name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+@$(PYTHON) -V >/dev/null 2>&1 || { echo "$(PYTHON) does not run here: name another Python 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 1; }
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) -V 2>&1), older than 3.11: name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
 @$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) has no venv module: install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 @$(PYTHON) $(FILL) --extras $(1)
+@printf "CHOSEN_PYTHON := %s\nCHOSEN_TORCH := %s\n" '$(PYTHON)' '$(TORCH)' > $(VENV)/.choice.mk
 endef
 
 $(VENV)/.filled-lab: $(NEEDS)

@@ -2,8 +2,14 @@
 
 import os
 import shutil
+import signal
 
 import pytest
+
+# Started by a script in the background, pytest ignores SIGINT, and so would every program it
+# starts: tests that interrupt one would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import workbench
-from workbench import terminal
+import workbench.views
+from workbench import cli, terminal
 from workbench.cli import app
 from workbench.model.beam import Beam
 from workbench.model.config import BeamConfig
+from workbench.model.generate import Token
 from workbench.model.presets import ZOO
 from workbench.model.tokenizer import Tokenizer
 
@@ -402,6 +405,7 @@ WRONG = [
     (["generate", "{folder}", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),
     (["generate", "{folder}", "--prompt", "x", "--device", "tpu"], "device 'tpu'"),
     (["generate", "{folder}", "--prompt", "x", "--device", "meta"], "device 'meta'"),
+    (["generate", "{folder}", "--prompt", "x", "--device", "meta:0"], "device 'meta:0'"),
     (["generate", "{folder}", "--prompt-file", "{empty}/none"], "none cannot be read"),
     (["generate", "{folder}", "--prompt-file", "{empty}"], "Is a directory"),
     (["generate", "{folder}", "--prompt-file", "{binary}"], "is not UTF-8 text (byte 2)"),
@@ -486,6 +490,64 @@ def test_a_reader_that_leaves_is_no_error(folder: str) -> None:
         assert process.stderr.read() == ""
 
 
+SHELL = [
+    ("{w} info beam-tiny --json >&-", 1, "workbench: standard output is closed.*"),
+    ("{w} info beam-tiny --json 2>&- >/dev/null", 0, ""),
+    ("{w} generate beam-tiny --prompt-file - <&-", 1, "workbench: standard input is closed.*"),
+    ("{w} --help >/dev/full", 1, "workbench: No space left on device.*"),
+    ("{w} --version >/dev/full", 1, "workbench: No space left on device.*"),
+    ("{w} info beam-tiny | true; exit ${PIPESTATUS[0]}", 141, ""),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "says"), SHELL, ids=[line for line, _, _ in SHELL])
+def test_streams_that_are_closed_full_or_left(line: str, code: int, says: str) -> None:
+    program = f"{sys.executable} -m workbench.cli"
+    done = subprocess.run(
+        ["bash", "-c", line.replace("{w}", program)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    assert re.fullmatch(says, done.stderr.strip()), done.stderr
+
+
+@pytest.mark.parametrize("error", [ValueError, ImportError, RuntimeError])
+def test_an_interrupt_that_a_library_renames_is_one(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def describe(_: str) -> None:
+        with suppress(KeyboardInterrupt):
+            cli._interrupt(signal.SIGINT, None)
+        raise error("SystemError: <built-in> returned a result")
+
+    monkeypatch.setattr(cli, "_interrupted", False)
+    monkeypatch.setattr("workbench.model.info.info", describe)
+    assert run("info", "beam-tiny", code=130).stderr == "workbench: interrupted\n"
+
+
+def test_memory_that_runs_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.model.info.info", lambda _: torch.empty(10**15))
+    says = run("info", "beam-tiny", code=1).stderr
+    assert says == "workbench: there is not enough memory for this; use a smaller size\n"
+
+
+def test_errors_disarm_control_characters(tmp_path: Path) -> None:
+    name = str(tmp_path / "a\x1b]0;x\x07\u202eb")
+    says = run("generate", "beam-tiny", "--prompt-file", name, code=1).stderr
+    assert "a␛]0;x␇\ufffdb cannot be read" in says
+    assert all(c.isprintable() for c in says.strip())
+
+
+def test_ids_beyond_the_tokenizer_are_shown_as_numbers() -> None:
+    beam = workbench.load("beam-tiny")
+    assert beam.tokenizer is not None
+    beyond = beam.tokenizer.vocab_size + 3
+    assert cli._labels(beam, [beyond]) == [f"#{beyond}"]
+
+
 # -- demo, terminal -------------------------------------------------------------------------------
 
 
@@ -551,6 +613,16 @@ def test_demo_in_a_terminal_is_coloured_and_keeps_every_character(folder: str) -
 def test_printable_leaves_text_alone_and_disarms_controls() -> None:
     assert terminal.printable("a\n\tb é 東 🎈") == "a\n\tb é 東 🎈"
     assert terminal.printable("\x00\x1b[2J\x7f\x9b\u202e") == "␀␛[2J␡\ufffd\ufffd"
+
+
+def test_marks_that_turn_the_direction_or_end_a_line_are_disarmed() -> None:
+    for code in (0x061C, 0x200E, 0x200F, 0x2028, 0x2029, 0x202A, 0x202E, 0x2066, 0x2069):
+        assert terminal.printable(f"a{chr(code)}b") == "a\ufffdb", hex(code)
+    token = Token(sequence=0, index=0, id=1, text="\x1b[2J\u202e", logprob=-0.5, finished=None)
+    view = workbench.views.written("p\u200f", [token])
+    for text in (view.text, view.html):
+        assert not set("\x1b\u202e\u200f") & set(text)
+    assert view.text.startswith("p\ufffd␛[2J\ufffd\n")
 
 
 def test_probability_styles_are_ordered_and_complete() -> None:

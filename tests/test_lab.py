@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,31 @@ def test_folders_that_cannot_hold_a_copy_are_named(source: Path, tmp_path: Path)
         copy_notebooks(file / "copy", source)
 
 
+def test_a_hostile_record_knows_nothing(source: Path, tmp_path: Path) -> None:
+    copy_notebooks(tmp_path / "copy", source)
+    (tmp_path / "copy" / ".copied-notebooks.json").write_text("[" * 100_000)
+    (source / names(1)[0]).write_text("version 2")
+    assert copy_notebooks(tmp_path / "copy", source).kept == names(1)
+
+
+def test_a_signal_while_the_server_starts_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], **options))
+        signal.raise_signal(signal.SIGHUP)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    before = signal.getsignal(signal.SIGHUP)
+    assert run_lab(tmp_path, port=None, browser=False, say=lambda _: None) == 0
+    assert started[0].returncode == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     import socket
 
@@ -80,7 +106,10 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
             run_lab(tmp_path, port=port, browser=False, say=print)
 
 
-def test_the_server_is_on_loopback_with_this_kernel_and_stops(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGHUP], ids=["Ctrl-C", "closed"])
+def test_the_server_is_on_loopback_with_this_kernel_and_stops(
+    ending: signal.Signals, source: Path, tmp_path: Path
+) -> None:
     own = {
         name: str(tmp_path / name)
         for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
@@ -114,7 +143,7 @@ def test_the_server_is_on_loopback_with_this_kernel_and_stops(source: Path, tmp_
             (record,) = Path(own["JUPYTER_RUNTIME_DIR"]).glob("jpserver-*.json")
             server = int(json.loads(record.read_text())["pid"])
         finally:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(ending)
         rest = process.stdout.read()
         assert process.wait(30) == 0
     assert "Stopping JupyterLab" in rest

@@ -235,6 +235,7 @@ def test_ci_runs_exactly_make_test() -> None:
         ("no-such-python", "was not found: install Python 3.11 or newer"),
         ("old-python", "older than 3.11: name a newer one"),
         ("bare-python", "has no venv module"),
+        ("shim-python", "does not run here: name another"),
     ],
 )
 def test_make_says_what_is_wrong_with_the_interpreter(
@@ -243,7 +244,8 @@ def test_make_says_what_is_wrong_with_the_interpreter(
     """Stand-ins for the interpreter fail as an old one, or one without venv, would."""
     scripts = {
         "old-python": 'case "$1" in -V) echo Python 3.9.2;; *) exit 1;; esac',
-        "bare-python": 'case "$2" in *version_info*) exit 0;; *) exit 1;; esac',
+        "bare-python": 'case "$1$2" in -V|*version_info*) exit 0;; *) exit 1;; esac',
+        "shim-python": "exit 127",
     }
     for name, body in scripts.items():
         path = tmp_path / name
@@ -371,3 +373,35 @@ def test_guard_reports_what_it_cannot_repair(
 
 def test_saved_notebooks_pass_the_guard() -> None:
     assert load_script("notebook_guard").main(["--check", str(ROOT / "notebooks")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["TORCH=torch==2.9.0"], "was made with TORCH='torch==2.14.0'"),
+        (["PYTHON=python3.99"], "was made with PYTHON=python3"),
+        (["TORCH=torch==2.14.0"], None),
+        ([], None),
+    ],
+)
+def test_an_environment_keeps_the_torch_it_was_made_with(
+    tmp_path: Path, options: list[str], says: str | None
+) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "fill_venv.py", tmp_path / "scripts")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".choice.mk").write_text(
+        "CHOSEN_PYTHON := python3\nCHOSEN_TORCH := torch==2.14.0\n"
+    )
+    run = subprocess.run(
+        ["make", "-n", "lab", *options], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    if says is None:
+        assert run.returncode == 0, run.stderr
+        assert "--torch 'torch==2.14.0'" in run.stdout
+    else:
+        assert run.returncode != 0
+        assert says in run.stderr
+        assert "make clean" in run.stderr

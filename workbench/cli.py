@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -40,35 +43,76 @@ class Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            _fail("interrupted")
-            raise typer.Exit(130) from None
-        except (WorkbenchError, FloatingPointError, MemoryError) as error:
-            _fail(str(error) or "there is not enough memory for this")
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of stdout has had enough
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                raise typer.Exit(141) from None
-            where = f"{error.filename}: " if error.filename else ""
-            _fail(f"{where}{error.strerror or error}; free space or choose another path")
-        except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
-            if package in ("", "workbench"):
+        except (Exception, KeyboardInterrupt) as error:
+            code = _report(error)
+            if code is None:
                 raise
-            _fail(
-                f"{package} is not installed beside this Python; "
-                f"run: {sys.executable} -m pip install {package}"
-            )
-        except RuntimeError as error:
-            # torch's, known by name: importing torch to catch it would slow every command down.
-            if type(error).__name__ not in ("OutOfMemoryError", "AcceleratorError"):
-                raise
-            _fail(f"the GPU gave up ({str(error).splitlines()[0]}); use a smaller size")
-        raise typer.Exit(1) from None
+            raise typer.Exit(code) from None
+
+
+# Whether Ctrl-C was pressed: libraries turn its exception into others (safetensors into a
+# ValueError, an import cut short into an ImportError), which say nothing about the cause.
+_interrupted = False
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    global _interrupted
+    _interrupted = True
+    raise KeyboardInterrupt
+
+
+def _report(error: BaseException) -> int | None:
+    """Say in one sentence what went wrong; the exit status, or None for what is not foreseen."""
+    if isinstance(error, typer.Exit):
+        return None
+    if isinstance(error, OSError) and error.errno == errno.EPIPE:  # the reader has had enough
+        _discard_output()
+        return 141
+    if isinstance(error, KeyboardInterrupt) or _interrupted:
+        _fail("interrupted")
+        return 130
+    sentence = _sentence(error)
+    if sentence is None:
+        return None
+    if isinstance(error, OSError):
+        _discard_output()
+    _fail(sentence)
+    return 1
+
+
+def _sentence(error: BaseException) -> str | None:
+    if isinstance(error, WorkbenchError | FloatingPointError | MemoryError):
+        return str(error) or "there is not enough memory for this; use a smaller size"
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}; free space or choose another path"
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "workbench"):
+            return None
+        return (
+            f"{package} is not installed beside this Python; "
+            f"run: {sys.executable} -m pip install {package}"
+        )
+    if isinstance(error, RuntimeError):
+        # torch's, known by name: importing torch to catch it would slow every command down.
+        if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):
+            return f"the GPU gave up ({str(error).splitlines()[0]}); use a smaller size"
+        if "DefaultCPUAllocator" in str(error):
+            return "there is not enough memory for this; use a smaller size"
+    return None
+
+
+def _discard_output() -> None:
+    """What is still buffered cannot be written: without this, Python would complain at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _fail(message: str) -> None:
-    print(f"workbench: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    from workbench.terminal import printable
+
+    with suppress(OSError):  # nobody is left to be told
+        print(f"workbench: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
 
 
 app = typer.Typer(
@@ -423,15 +467,15 @@ def _load(model: str, dtype: Dtype | None, device: str | None) -> Beam:
 
     from workbench.model.checkpoint import load
 
-    if device == "meta":
-        raise WorkbenchError("device 'meta' has no weights to compute with; use cpu or cuda")
+    if device is not None and device.partition(":")[0] == "meta":
+        raise WorkbenchError(f"device '{device}' has no weights to compute with; use cpu or cuda")
     return load(model, device=device, dtype=None if dtype is None else getattr(torch, dtype.value))
 
 
 def _labels(beam: Beam, token_ids: list[int]) -> list[str]:
-    if beam.tokenizer is None:
-        return [str(i) for i in token_ids]
-    return [beam.tokenizer.token_text(i) for i in token_ids]
+    from workbench.model.capture import token_label
+
+    return [token_label(beam, i) for i in token_ids]
 
 
 def _progress(what: str, total: int | None) -> Progress:
@@ -456,15 +500,37 @@ def _progress(what: str, total: int | None) -> Progress:
 
 def main() -> None:
     """Entry point of the ``workbench`` program."""
+    _open_streams()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, where a full disk can still be reported
+    except (Exception, KeyboardInterrupt) as error:  # outside of a command: --help, an import
+        code = _report(error)
+        if code is None:
+            raise
+        sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Leave no standard stream closed: the next file to be opened would take its number."""
+    if sys.stdin is None:
+        os.open(os.devnull, os.O_RDONLY)  # sys.stdin stays None, which --prompt-file - reports
+    closed = sys.stdout is None
+    if closed:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
     for output in (sys.stdout, sys.stderr):
         # Where the terminal's encoding lacks a character, an escape is better than an end.
         if hasattr(output, "reconfigure"):
             output.reconfigure(errors="backslashreplace")
-    try:
-        app()
-    except KeyboardInterrupt:  # outside of a command, in an import for one
-        _fail("interrupted")
-        sys.exit(130)
+    if closed:
+        _fail("standard output is closed, so there is nowhere to answer; redirect it to a file")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from workbench.model.generate import Token, TokenStream
 from workbench.terminal import (
+    Page,
     emit,
     note,
     printable,
@@ -38,7 +39,7 @@ def run_terminal(tokens: TokenStream, prompt: str) -> None:
     Finished lines scroll up; the line being written and the status below it are redrawn a few times
     a second, whatever the decode speed. Ctrl-C ends the decoding, and the summary follows.
     """
-    console = Console(highlight=False)
+    console = Page(highlight=False)
     if not console.is_terminal:
         _run_plain(tokens, prompt)
         return

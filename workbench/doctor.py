@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workbench.errors import WorkbenchError
+from workbench.files import read_json
 from workbench.hardware import Machine, gigabytes, machine, version_of
 
 Purpose = Literal["model", "notebooks", "browser tests", "serving"]
@@ -286,8 +286,8 @@ def kernel_check() -> Check:
         if not spec.is_file():
             continue
         try:
-            program = json.loads(spec.read_text(encoding="utf-8"))["argv"][0]
-        except (OSError, ValueError, KeyError, IndexError, TypeError):
+            program = read_json(spec)["argv"][0]
+        except (ValueError, KeyError, IndexError, TypeError):
             program = "an unreadable kernel.json"
         # Jupyter itself puts its own interpreter in the place of a bare "python".
         if program in ("python", "python3") or _same_file(program, sys.executable):

@@ -22,9 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from workbench.errors import WorkbenchError
-from workbench.files import write_whole
+from workbench.files import FileError, expand, read_json, write_whole
 from workbench.hardware import version_of
 
 DEFAULT_FOLDER = Path("~/beam-workbench/notebooks")
@@ -70,8 +71,8 @@ def copy_notebooks(folder: Path, source: Path | None = None) -> Copied:
         LabError: the folder cannot be written, or is the one the notebooks come from.
     """
     source = notebook_source() if source is None else source
-    folder = folder.expanduser().absolute()
-    if folder.resolve() == source.resolve():
+    folder = expand(folder).absolute()
+    if os.path.realpath(folder) == os.path.realpath(source):
         raise LabError(
             f"{folder} is where the notebooks come from; give --dir another folder for the copy"
         )
@@ -110,8 +111,8 @@ def _digest(data: bytes) -> str:
 def _read_record(path: Path) -> dict[str, str]:
     """What was copied when; an unreadable record knows nothing, so every difference is kept."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        data = read_json(path)
+    except FileError:
         return {}
     return {str(k): str(v) for k, v in data.items()} if isinstance(data, dict) else {}
 
@@ -136,15 +137,27 @@ def run_lab(folder: Path, *, port: int | None, browser: bool, say: Callable[[str
     if port is not None and not _free(port):
         raise LabError(f"port {port} of 127.0.0.1 is taken; choose another --port or leave it out")
     with tempfile.TemporaryDirectory(prefix="beam-workbench-") as scratch:
-        server = subprocess.Popen(
-            _command(folder, port, browser),
-            env=_environment(Path(scratch)),
-            stdin=subprocess.DEVNULL,
-            # Ctrl-C then reaches this process alone, which stops the server in its own order.
-            start_new_session=True,
-        )
-        previous = signal.signal(signal.SIGTERM, _terminated)
+        server: subprocess.Popen[bytes] | None = None
+        ended = False
+
+        def end(number: int, frame: FrameType | None) -> None:
+            nonlocal ended
+            ended = True
+            if server is not None:  # else Popen is at work, and a server it started would be lost
+                raise KeyboardInterrupt
+
+        environment = _environment(Path(scratch))
+        previous = _handle(end)
         try:
+            server = subprocess.Popen(
+                _command(folder, port, browser),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                # Ctrl-C then reaches this process alone, which stops the server in its own order.
+                start_new_session=True,
+            )
+            if ended:
+                raise KeyboardInterrupt
             url = _wait_for(server, folder)
             say(f"JupyterLab: {url}")
             say(f"Notebooks:  {folder}")
@@ -154,8 +167,25 @@ def run_lab(folder: Path, *, port: int | None, browser: bool, say: Callable[[str
             say("Stopping JupyterLab and its kernels …")
             return 0
         finally:
-            _stop(server)
-            signal.signal(signal.SIGTERM, previous)
+            for number in previous:  # a second signal must not leave the server running
+                signal.signal(number, signal.SIG_IGN)
+            if server is not None:
+                _stop(server)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Install ``handler`` for what ends a program, a closed terminal included; what was there.
+
+    A signal that is ignored (``nohup``) stays so.
+    """
+    previous: dict[int, Any] = {}
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
+            previous[number] = signal.signal(number, handler)
+    return previous
 
 
 def _command(folder: Path, port: int | None, browser: bool) -> list[str]:
@@ -231,10 +261,6 @@ def _wait_for(server: subprocess.Popen[bytes], folder: Path) -> str:
             return f"{data['url']}lab/{page}?token={data['token']}"
         time.sleep(0.1)
     raise LabError(f"JupyterLab did not come up within {_START_SECONDS:.0f} s")
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:

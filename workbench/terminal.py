@@ -5,7 +5,9 @@ JSON goes to stdout through :func:`emit`; everything that is not the answer goes
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -43,7 +45,14 @@ PROBABILITY_STYLES = (
 )
 _PLAIN_WIDTH = 140  # columns when stdout is a file or a pipe
 # Control characters a model may decode would move the cursor or worse: pictures take their place.
-_HIDDEN = (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+# So do the characters that turn the writing direction or end a line unseen.
+_HIDDEN = (
+    *range(0x80, 0xA0),
+    0x061C,
+    *(0x200E, 0x200F),
+    *range(0x2028, 0x202F),
+    *range(0x2066, 0x206A),
+)
 _PICTURES = (
     {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
     | {0x7F: 0x2421}
@@ -51,15 +60,23 @@ _PICTURES = (
 )
 
 
+class Page(Console):
+    """A console that leaves a reader who went away to the caller."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what rich would turn into exit status 1."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def out() -> Console:
     """A console on stdout; without colours and wide when that is not a terminal."""
     terminal = sys.stdout.isatty()
-    return Console(highlight=False, width=None if terminal else _PLAIN_WIDTH, soft_wrap=False)
+    return Page(highlight=False, width=None if terminal else _PLAIN_WIDTH, soft_wrap=False)
 
 
 def note(message: str) -> None:
-    """One line on stderr."""
-    print(message, file=sys.stderr, flush=True)
+    """One line on stderr, its control characters made visible."""
+    print(printable(message), file=sys.stderr, flush=True)
 
 
 def emit(document: Any) -> None:

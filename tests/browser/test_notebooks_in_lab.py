@@ -190,7 +190,7 @@ def expected_lines(
     maps = seen.attention[layer].double().numpy()
     chosen = maps.mean(0) if head is None else maps[head]
     size = len(chosen)
-    distance = sum(chosen[q, k] * (q - k) for q in range(size) for k in range(q + 1)) / size
+    distance = sum(chosen[q, k] * (q - k) for q in range(size) for k in range(q + 1)) / (size - 1)
     assert seen.hidden is not None
     stream = seen.hidden[layer + 1][1:].double().numpy()
     rms = (stream**2).mean() ** 0.5
@@ -201,7 +201,8 @@ def expected_lines(
     assert beam.tokenizer is not None
     return [
         f"looks back {distance:.1f} tokens on average",
-        f"first token, {chosen.diagonal().mean():.2f} on itself",
+        f"attention {chosen[1:, 0].mean():.2f} on the first token",
+        f"{chosen.diagonal()[1:].mean():.2f} on itself",
         f"RMS {rms:.3f}",
         f"{beam.tokenizer.token_text(best)} {float(p[best]):.2f}",
     ]
@@ -222,6 +223,16 @@ def test_inside_beam(
         notebook.until(f"() => !!({_EXPLORER})()?.querySelector('.main-svg')", 60)
         for line in expected_lines(seen, beam, 2, None):
             assert line in shown(notebook)
+        notebook.until(
+            f"""() => {{
+                const plot = ({_EXPLORER})();
+                const box = plot.closest('.widget-vbox').getBoundingClientRect();
+                const svg = plot.querySelector('.main-svg').getBoundingClientRect();
+                return Math.abs(svg.width - box.width) < 24 && svg.height > 400;
+            }}"""
+        )
+        chosen = page.locator(".widget-dropdown select").first
+        assert chosen.evaluate("list => list.selectedOptions[0]?.text") == "mean over heads"
 
         # Move the slider with the keyboard, as a hand would.
         handle = page.locator(".widget-slider .noUi-handle").first

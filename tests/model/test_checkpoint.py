@@ -743,3 +743,48 @@ def test_loading_and_saving_are_streamed(tmp_path: Path) -> None:
 def test_errors_are_workbench_errors() -> None:
     assert issubclass(CheckpointError, WorkbenchError)
     assert issubclass(WorkbenchError, ValueError)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "hpu", "vulkan", "mkldnn", "cpu:7", "tpu", 1.5])
+def test_devices_that_cannot_be_computed_on(device: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"device .*; use 'cpu'|: there is one CPU"):
+        load("beam-tiny", device=device)
+
+
+@pytest.mark.parametrize("model", [None, 5, b"x", "~nosuchuser/x"])
+def test_models_that_are_no_path(model: Any) -> None:
+    with pytest.raises(WorkbenchError, match=r"not a path|not known here"):
+        load(model)
+
+
+def test_meta_may_have_an_index() -> None:
+    assert load("beam-tiny", device="meta:0").device == torch.device("meta")
+
+
+def test_files_that_are_no_files(tmp_path: Path) -> None:
+    for file in (SINGLE, INDEX):
+        folder = tmp_path / file
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        os.mkfifo(folder / file)
+        with pytest.raises(CheckpointError, match="not a regular file"):
+            load(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 100_000, "not a readable index.*nested too deeply"),
+        ('{"weight_map": {"a": ' + "9" * 5000 + "}}", "not a readable index"),
+        (
+            json.dumps({"weight_map": {"a": "x" * 5000 + ".safetensors"}}),
+            "which is not there",
+        ),
+    ],
+    ids=["deep", "long integer", "long name"],
+)
+def test_hostile_indexes(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match=says):
+        load(tmp_path)

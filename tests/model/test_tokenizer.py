@@ -202,3 +202,45 @@ def test_wrong_files_are_named(tmp_path):
     (tmp_path / "t" / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match="not a tokenizer definition"):
         Tokenizer.from_folder(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bos_token": ["a"]}, "gives bos_token as a list; give the token's text"),
+        ({"bos_token": {"content": [1]}}, "gives bos_token as a list"),
+        ({"pad_token": ["x"]}, "gives pad_token as a list"),
+        ({"mask_token": 0}, "gives mask_token as a number"),
+        ({"bos_token": None}, "gives bos_token = None, which is not among"),
+        ({"response_template": 5}, "gives response_template as a number; give an object or leave"),
+        ({"response_template": "abc"}, "gives response_template as a text; give an object"),
+        ({"chat_template": [{"name": "a"}]}, "gives chat_template as a list; give a text or leave"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_named(change, message):
+    config = json.loads((FOLDER / "tokenizer_config.json").read_text())
+    with pytest.raises(TokenizerError, match=message) as caught:
+        Tokenizer((FOLDER / "tokenizer.json").read_text(), config | change)
+    assert "\n" not in str(caught.value)
+
+
+def test_null_templates_are_absent_ones():
+    config = json.loads((FOLDER / "tokenizer_config.json").read_text())
+    nulls = {"response_template": None, "chat_template": None, "pad_token": None}
+    tokenizer = Tokenizer((FOLDER / "tokenizer.json").read_text(), config | nulls)
+    assert (tokenizer.response_template, tokenizer.chat_template, tokenizer.pad_id) == (
+        {},
+        "",
+        None,
+    )
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' + "1" * 5_000 + "}"])
+def test_files_beyond_the_limits_of_the_parser_are_named(tmp_path, file, content):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FOLDER / name, tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(TokenizerError, match="tokenizer") as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert "\n" not in str(caught.value)

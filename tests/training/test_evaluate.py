@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,6 +97,15 @@ def test_wrong_uses_are_named(beam: Beam, small_config: BeamConfig) -> None:
             bits_per_byte(beam, nothing)
     with pytest.raises(TrainingError, match=r"beam has no tokenizer\.json"):
         bits_per_byte(Beam(small_config), ["x"])
+    assert beam.tokenizer is not None
+    largest = max(beam.tokenizer.encode("import os"))
+    small = Beam(small_config.replace(vocab_size=largest))
+    small.tokenizer = beam.tokenizer
+    with pytest.raises(
+        TrainingError,
+        match=rf"gives token {largest} and has 400 tokens, but .* vocab_size is {largest};",
+    ):
+        bits_per_byte(small, ["import os"])
 
 
 def test_texts_are_read_from_files(tmp_path: Path) -> None:
@@ -112,11 +122,18 @@ def test_texts_are_read_from_files(tmp_path: Path) -> None:
         "c.jsonl": (b'{"body": "x"}\n', "not JSON lines with a 'text'"),
         "d.jsonl": (b"[1]\n", "not JSON lines"),
         "e.jsonl": (b"{", "not JSON lines"),
+        "f.jsonl": (b"[" * 100_000, "not JSON lines"),
+        "g.jsonl": (b'{"text": ' + b"1" * 5_000 + b"}", "not JSON lines"),
+        "h.jsonl": (b'{"text": 5}', "not JSON lines"),
     }
     for name, (content, message) in wrong.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(TrainingError, match=rf"{name} is {message}"):
             list(evaluate.read_texts([tmp_path / name]))
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("/dev/zero", tmp_path / "pipe", tmp_path):
+        with pytest.raises(TrainingError, match=rf"{name} is not a regular file; write the text"):
+            list(evaluate.read_texts([name]))
     with pytest.raises(TrainingError, match="none cannot be read"):
         list(evaluate.read_texts([tmp_path / "none"]))
 

@@ -110,7 +110,8 @@ def test_balancing_keeps_every_expert_at_work(make_settings: Make) -> None:
     balanced = least_loads(make_settings("balanced", balance_rate=0.02, **few))
     left_alone = least_loads(make_settings("alone", balance_rate=0.0, **few))
     assert min(balanced) > 0.5
-    assert min(left_alone) < 0.2
+    # The corpus is the sources as they are now, so no fixed figure: 0.2 against 0.8 in most runs.
+    assert min(left_alone) < min(balanced) / 2
 
 
 @pytest.mark.full
@@ -288,7 +289,7 @@ def test_an_interrupted_evaluation_leaves_no_record_of_another_run(
         pretrain.train(replace(settings, seed=1))
     names = {path.name for path in settings.output.iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert [p.name for p in settings.state.iterdir()] == ["step-8"]
+    assert [p.name for p in settings.state.iterdir()] == ["step-12"]
 
 
 def test_interrupts_leave_other_handlers_and_threads_alone() -> None:
@@ -405,6 +406,14 @@ def test_unusable_inputs_are_named_before_anything_is_written(
         "nothing to resume in .*; start without --resume": (make_settings(), True),
         "output names .*file, which is a file": (make_settings(output=file), False),
         "state names .*file, which is a file": (make_settings(state=file), False),
+        "output names /proc/x, where nothing can be written": (
+            make_settings(output=Path("/proc/x")),
+            False,
+        ),
+        "state names .*file/x, where nothing can be written .*; name another folder": (
+            make_settings(state=file / "x"),
+            False,
+        ),
         "no training tokens at .*workbench.training.corpus": (
             make_settings(corpus=str(tmp_path / "nowhere")),
             False,
@@ -435,12 +444,42 @@ def test_a_full_disk_at_the_end_keeps_the_state(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pretrain, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(TrainingError) as caught:
         pretrain.train(settings)
-    assert [p.name for p in settings.state.iterdir()] == ["step-8"]
+    assert str(caught.value) == (
+        f"the trained model could not be written to {settings.output} and evaluated (No space left "
+        f"on device); all of its 12 steps are kept in {settings.state}: correct that, or name "
+        "another folder as 'output', and go on with --resume"
+    )
+    assert [p.name for p in settings.state.iterdir()] == ["step-12"]
     monkeypatch.undo()
-    assert pretrain.train(settings, resume=True)["steps"] == 12
-    assert not list(settings.output.glob(".*"))
+    # Nothing is trained again: a step would poison the weights.
+    monkeypatch.setattr(pretrain, "balance", poison(1))
+    elsewhere = replace(settings, output=settings.output.with_name("elsewhere"))
+    result = pretrain.train(elsewhere, resume=True)
+    monkeypatch.undo()
+    assert result["steps"] == 12
+    assert not list(elsewhere.output.glob(".*"))
+    assert not settings.state.exists()
+    whole = make_settings("whole")
+    assert pretrain.train(whole)["losses"] == result["losses"]
+    weights = [(s.output / "model.safetensors").read_bytes() for s in (elsewhere, whole)]
+    assert weights[0] == weights[1]
+
+
+def test_a_state_that_cannot_be_kept_at_the_end_does_not_cost_the_checkpoint(
+    make_settings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    settings = make_settings(steps=2)
+    monkeypatch.setattr(state_module, "save_file", full)
+    assert pretrain.train(settings)["steps"] == 2
+    assert (settings.output / "model.safetensors").is_file()
+    monkeypatch.setattr(pretrain, "save", full)
+    with pytest.raises(TrainingError, match=r"could not be kept in .* either; make room and start"):
+        pretrain.train(settings)
 
 
 # -- the compiled step ----------------------------------------------------------------------------

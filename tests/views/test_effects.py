@@ -73,14 +73,29 @@ def test_stream_rms_leaves_the_first_token_out() -> None:
 def test_attention_reach_of_maps_made_by_hand() -> None:
     itself = effects.attention_reach(torch.eye(4), window=2)
     assert (itself.distance, itself.entropy, itself.itself) == (0, 0, 1)
-    assert (itself.first, itself.beyond) == (0.25, 0)
+    assert (itself.first, itself.beyond) == (0, 0)
     first = torch.zeros(4, 4)
     first[:, 0] = 1
     back = effects.attention_reach(first, window=2)
-    assert back.distance == pytest.approx((0 + 1 + 2 + 3) / 4)
-    assert (back.first, back.itself, back.beyond) == (1, 0.25, 0.5)
+    assert back.distance == pytest.approx((1 + 2 + 3) / 3)
+    assert (back.first, back.itself) == (1, 0)
+    assert back.beyond == pytest.approx(2 / 3)  # queries 2 and 3
     even = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
-    assert effects.attention_reach(even, window=9).entropy == pytest.approx(math.log(2) / 2)
+    assert effects.attention_reach(even, window=9).entropy == pytest.approx(math.log(2))
+    alone = effects.attention_reach(torch.ones(1, 1), window=2)
+    assert (alone.distance, alone.first, alone.itself) == (0, 1, 1)
+
+
+def test_attention_reach_counts_no_weight_twice() -> None:
+    maps = torch.rand(9, 9, generator=torch.Generator().manual_seed(3)).tril()
+    maps /= maps.sum(-1, keepdim=True)
+    reach = effects.attention_reach(maps, window=4)
+    rows = maps.double().tolist()
+    assert reach.first == pytest.approx(sum(row[0] for row in rows[1:]) / 8)
+    assert reach.itself == pytest.approx(sum(rows[q][q] for q in range(1, 9)) / 8)
+    assert reach.first + reach.itself <= 1
+    far = sum(rows[q][k] for q in range(1, 9) for k in range(9) if q - k >= 4)
+    assert reach.beyond == pytest.approx(far / 8)
 
 
 def nll(logits: torch.Tensor, ids: tuple[int, ...]) -> float:

@@ -38,7 +38,7 @@ def test_the_slider_and_the_head_redraw_everything(
     for layer in (4, 0, 3):
         explorer.layer.value = layer
         for head in (None, 0, 3):
-            explorer.head.value = head
+            explorer.head.value = -1 if head is None else head
             maps = seen.attention[layer].numpy()
             assert np.array_equal(drawn(explorer), maps.mean(0) if head is None else maps[head])
         bars = explorer.figure.data[2]
@@ -66,7 +66,7 @@ def test_the_readout_is_the_text(explorer: Explorer, seen: Capture) -> None:
     assert seen.hidden is not None
     rms = float(seen.hidden[3, 1:].double().square().mean().sqrt())
     assert f"stream after layer 2: RMS {rms:.3f}" in explorer.text
-    first = seen.attention[2].mean(0)[:, 0].double().mean()
+    first = seen.attention[2].mean(0)[1:, 0].double().mean()
     assert f"attention {float(first):.2f} on the first token" in explorer.text
     for line in explorer.text.splitlines():
         assert line.replace("&", "&amp;").replace("<", "&lt;")[:20] in explorer.readout.value
@@ -96,16 +96,67 @@ def test_a_bad_prompt_is_told_and_the_old_one_stays(explorer: Explorer) -> None:
     for prompt, said in (("", "the prompt is empty"), ("x " * 600, "more than the 512")):
         explorer.prompt.value = prompt
         explorer.run.click()
-        assert said in explorer.status.value
+        assert said in explorer.problem.value
+        assert "15 tokens" in explorer.status.value
         assert np.array_equal(drawn(explorer), before)
         assert explorer.text == text
         assert not explorer.run.disabled
+    explorer.prompt.value = "x = 1\n"
+    explorer.run.click()
+    assert explorer.problem.value == ""
+
+
+def test_labels_are_those_of_the_prompt_shown(explorer: Explorer) -> None:
+    axes = explorer.figure.layout.xaxis, explorer.figure.layout.yaxis
+    heat = explorer.figure.data[0]
+    short = [list(axis.ticktext) for axis in axes]
+    assert heat.text is not None
+    explorer.read("total = total + 1\n" * 12)
+    assert len(explorer.reading.captured.tokens) > 40
+    for axis in axes:
+        assert (axis.tickmode, axis.tickvals, axis.ticktext) == ("auto", None, None)
+    assert axes[0].tickangle is None
+    assert heat.text is None
+    explorer.read(PROMPT)
+    assert [list(axis.ticktext) for axis in axes] == short
+    assert [axis.tickmode for axis in axes] == ["array", "array"]
+    assert axes[0].tickangle == -90
+
+
+def test_the_hover_says_which_keys_are_hidden(explorer: Explorer, seen: Capture) -> None:
+    for layer in (2, 4):  # sliding, full
+        explorer.layer.value = layer
+        seen_by = seen.attention[layer].max(0).values.numpy() > 0
+        said = [[text == "" for text in row] for row in explorer.figure.data[0].text]
+        assert np.array_equal(np.array(said), seen_by)
+
+
+def test_the_mean_over_heads_can_be_read(explorer: Explorer) -> None:
+    assert explorer.head.label == "mean over heads"
+    assert None not in [value for _, value in explorer.head.options]
+
+
+def test_one_load_scale_for_a_prompt_and_none_without_a_router(explorer: Explorer) -> None:
+    load = explorer.reading.load
+    assert load is not None
+    tops = set()
+    for layer in range(5):
+        explorer.layer.value = layer
+        axes = explorer.figure.layout.xaxis3, explorer.figure.layout.yaxis3
+        assert [axis.visible for axis in axes] == [layer > 0] * 2
+        tops.add(axes[1].range[1])
+        assert max(explorer.figure.data[3].y, default=0) <= axes[1].range[1]
+    assert len(tops) == 1
+    highest = float(load.counts.max()) / float(load.counts[0].sum()) * 8
+    assert highest < tops.pop() < highest * 1.2
 
 
 def test_texts_of_tokens_are_escaped(beam: Beam) -> None:
     explorer = views.explore(beam, "<script>alert(1)</script>")
     assert "<script" not in explorer.readout.value
     assert "<script" not in explorer.status.value
+    explorer.read("<script>" * 600)
+    assert "<script" not in explorer.problem.value
     assert "<script" not in json.dumps(explorer.figure.to_dict(), default=str)
 
 

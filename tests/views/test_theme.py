@@ -63,6 +63,20 @@ def test_scales_start_from_nothing_and_end_in_full() -> None:
     assert low[1] != high[1]
 
 
+def test_a_long_subtitle_takes_lines_and_its_figure_the_room_for_them() -> None:
+    short = theme.figure("t", "modelled", height=200)
+    words = " ".join(["a <b>"] * 40)  # 239 characters
+    long = theme.figure("t", words, height=200, margin={"l": 10, "t": 90})
+    text = long.layout.title.subtitle.text
+    assert "<b>" not in text
+    lines = re.sub("</?span[^>]*>", "", text).split("<br>")
+    assert " ".join(lines) == words.replace("<b>", "&lt;b&gt;")
+    assert len(lines) == 3
+    assert short.layout.height == 200
+    assert long.layout.height - 200 == long.layout.margin.t - 90 > 0
+    assert long.layout.margin.l == 10
+
+
 def test_token_labels_are_short_and_escaped() -> None:
     assert theme.token_label("<script>") == "&lt;script&gt;"
     assert theme.token_label("\"a\" & 'b'") == "\"a\" &amp; 'b'"

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workbench.errors import ConfigError, PromptError
 from workbench.kernels import ops
 from workbench.kernels.packed import pack
 from workbench.model.cache import KVCache
@@ -29,6 +30,10 @@ from workbench.model.parallel import Communicator, Shard
 
 if TYPE_CHECKING:
     from workbench.model.tokenizer import Tokenizer
+
+
+def _are_ids(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 _PACKED = ("qkvg", "o_proj", "gate_up", "down", "lm_head")  # weights with a packed form
@@ -235,7 +240,16 @@ class Beam(nn.Module):
         return rows if self.communicator is None else self.communicator.all_reduce(rows)
 
     def forward(self, token_ids: Tensor, context: Context) -> Tensor:
-        """Token ids int64 ``[N]`` -> final-normed hidden states ``[N, H]``."""
+        """Token ids int64 ``[N]`` -> final-normed hidden states ``[N, H]``.
+
+        Raises:
+            ConfigError: a rank that was not connected to the others.
+        """
+        if self.shard.world > 1 and self.communicator is None:
+            raise ConfigError(
+                f"this is rank {self.shard.rank} of {self.shard.world} alone, whose sums are "
+                "partial; connect(communicator) it to the others, or load the whole model"
+            )
         h = self.embed(token_ids)
         layers = [layer for layer in self.layers if isinstance(layer, Layer)]
         x = ops.rms_norm(h, layers[0].input_norm, self.config.rms_norm_eps)
@@ -261,7 +275,21 @@ class Beam(nn.Module):
         )
 
     def sequence_logits(self, token_ids: Tensor) -> Tensor:
-        """Whole sequences ``[T]`` or ``[B, T]`` without a cache -> logits ``[(B,) T, V]``."""
+        """Whole sequences ``[T]`` or ``[B, T]`` without a cache -> logits ``[(B,) T, V]``.
+
+        Raises:
+            PromptError: ids of another shape or kind, or more than the context.
+        """
+        limit = self.config.max_position_embeddings
+        if token_ids.dim() not in (1, 2) or token_ids.numel() == 0 or not _are_ids(token_ids):
+            raise PromptError(
+                f"token ids must be a tensor of whole numbers [T] or [B, T], not "
+                f"{token_ids.dtype} {list(token_ids.shape)}"
+            )
+        if token_ids.shape[-1] > limit:
+            raise PromptError(
+                f"{token_ids.shape[-1]} tokens exceed the model's context of {limit}; shorten them"
+            )
         batch = token_ids.shape[0] if token_ids.dim() == 2 else 1
         context = SequenceContext(self.config, batch, token_ids.shape[-1], self.device)
         logits = self.logits(self(token_ids.flatten(), context))
@@ -274,7 +302,15 @@ class Beam(nn.Module):
 
         ``token_ids`` is flat ``[sum(counts)]``. One call is a prefill chunk, a decode step or a
         verify step, depending on the counts.
+
+        Raises:
+            PromptError: ids, counts and slots that do not belong together, or a full context.
         """
+        if token_ids.shape != (sum(counts),) or not _are_ids(token_ids):
+            raise PromptError(
+                f"token ids must be {sum(counts)} whole numbers in a row, as the counts say, not "
+                f"{token_ids.dtype} {list(token_ids.shape)}"
+            )
         context = CachedContext(cache, counts, slots)
         hidden: Tensor = self(token_ids, context)
         context.commit()

@@ -37,8 +37,14 @@ class KVCache:
         rollback: int = 16,
     ) -> None:
         shard = shard or Shard()
+        for name, value, least in (("slots", slots, 1), ("rollback", rollback, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise PromptError(
+                    f"{name} must be a whole number of at least {least}, not {value!r}"
+                )
         self.config, self.slots, self.rollback = config, slots, rollback
-        self.window = config.sliding_window
+        # A window beyond the context hides nothing; its rows would never be written.
+        self.window = min(config.sliding_window, config.max_position_embeddings)
         self.ring = self.window + rollback
         self.limit = config.max_position_embeddings
         self.capacity = 0  # rows a sequence in full layers
@@ -101,6 +107,7 @@ class KVCache:
         Raises:
             PromptError: more than was written, or further back than sliding layers can undo.
         """
+        self._check_slot(slot)
         if not 0 <= length <= self.lengths[slot]:
             raise PromptError(f"cannot truncate {self.lengths[slot]} cached tokens to {length}")
         wrapped = self._high[slot] > self.ring
@@ -125,9 +132,16 @@ class KVCache:
 
     def contents(self, layer: int, slot: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """What ``layer`` can still see of ``slot``: (positions [S], K [S, G, D], V [S, G, D])."""
+        self._check_slot(slot)
         length = self.lengths[slot]
         device = self.k[layer].device
         first = 0 if self.config.is_full(layer) else max(0, length - self.window)
         positions = torch.arange(first, length, device=device)
         rows = positions if self.config.is_full(layer) else positions % self.ring
         return positions, self.k[layer][slot, rows], self.v[layer][slot, rows]
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.slots:
+            raise PromptError(
+                f"there is no slot {slot}; this cache has slots 0 to {self.slots - 1}"
+            )

@@ -8,7 +8,8 @@ tensor-parallel rank reads its own slices only. Writing is in ``checkpoint_save.
 
 from __future__ import annotations
 
-import json
+import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from workbench.errors import CheckpointError
+from workbench.files import FileError, expand, read_json
 from workbench.model.beam import Beam
 from workbench.model.checkpoint_layout import (
     Target,
@@ -100,7 +102,7 @@ def load_into(beam: Beam, folder: str | Path, *, check_finite: bool = True) -> N
         raise CheckpointError(
             f"{beam.name} is on the meta device and has no memory to read into; use load()"
         )
-    _read(beam, _plan(beam, Path(folder)), check_finite)
+    _read(beam, _plan(beam, expand(folder)), check_finite)
 
 
 # -- where and how ------------------------------------------------------------------------------
@@ -108,17 +110,23 @@ def load_into(beam: Beam, folder: str | Path, *, check_finite: bool = True) -> N
 
 def _device(device: torch.device | str | None) -> torch.device:
     try:
-        where = torch.device("cpu" if device is None else device)
-    except RuntimeError as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of types that are refused below
+            where = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
         raise CheckpointError(
             f"device {device!r} does not exist; use 'cpu', 'cuda', 'cuda:1' or 'meta'"
         ) from error
+    if where.type not in ("cpu", "cuda", "meta"):
+        raise CheckpointError(f"device '{where}' is not supported; use 'cpu', 'cuda' or 'meta'")
+    if where.type == "cpu" and where.index:
+        raise CheckpointError(f"device '{where}' does not exist: there is one CPU; use 'cpu'")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise CheckpointError(
             f"device '{where}' is not there: torch sees {torch.cuda.device_count()} CUDA devices; "
             "use device='cpu'"
         )
-    return where
+    return where if where.type == "cuda" else torch.device(where.type)
 
 
 def _dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
@@ -166,14 +174,17 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     index = folder / INDEX_FILE
     if not index.exists():
         if (folder / SINGLE_FILE).exists():
+            _check_regular(folder / SINGLE_FILE)
             return [folder / SINGLE_FILE], {}
         raise CheckpointError(
             f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
         )
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except FileError as error:
+        raise CheckpointError(f"{index} is not a readable index: {error}") from error
+    except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{index} is not a readable index with a weight_map; restore the file"
         ) from error
@@ -184,12 +195,21 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
             raise CheckpointError(
                 f"{index} places {tensor} in {file!r}, which is not a safetensors file beside it"
             )
-        if not (folder / file).exists():
+        if not os.path.exists(folder / file):  # false for a name no file system can hold, too
             raise CheckpointError(
                 f"{index} places {tensor} in {file}, which is not there; "
                 "fetch the missing file or write the checkpoint again"
             )
-    return [folder / file for file in sorted(set(names.values()))], names
+    files = [folder / file for file in sorted(set(names.values()))]
+    for path in files:
+        _check_regular(path)
+    return files, names
+
+
+def _check_regular(file: Path) -> None:
+    # Opening a pipe waits for a writer that may never come.
+    if not file.is_file():
+        raise CheckpointError(f"{file} is not a regular file; fetch it or write it again")
 
 
 def _headers(folder: Path) -> dict[str, _Header]:

@@ -163,6 +163,11 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
     """The parsed object of a ``config.json``; ConfigError when there is none to be had."""
     file = _config_path(path)
     try:
+        if file.exists() and (not file.is_file() or file.stat().st_size > MOST_CONFIG_BYTES):
+            raise ConfigError(
+                f"{file} is not a regular file of at most {MOST_CONFIG_BYTES >> 20} MB; "
+                "give a folder with config.json"
+            )
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         reason = error.strerror or error
@@ -171,6 +176,10 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
         ) from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{file} is not valid JSON ({error}); restore the file") from error
+    except (RecursionError, ValueError) as error:  # nested too deep, or a number too long
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file} is not a config.json; restore the file") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{file} holds a {type(data).__name__}, not a JSON object of fields")
     return data
@@ -195,6 +204,14 @@ ENGINE_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 
 
+MOST_CONFIG_BYTES = 16 << 20
+
+# Far above any model, and low enough that a slip of the keyboard neither hangs nor fills memory.
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 65_536
+MOST = 1 << 40
+
+
 def config_from_dict(data: Mapping[str, Any], where: str = "config") -> BeamConfig:
     """See :meth:`BeamConfig.from_dict`."""
     model_type = data.get("model_type", "beam")
@@ -207,9 +224,14 @@ def config_from_dict(data: Mapping[str, Any], where: str = "config") -> BeamConf
             del values[name]
     values["rope_theta"] = _rope_theta(data, where)
     layers = values.get("num_hidden_layers")
-    if _is_int(layers) and layers > 0:
+    if _is_int(layers) and 0 < layers <= MOST_LAYERS:
         values.setdefault("layer_types", ["sliding_attention"] * layers)
         values.setdefault("mlp_layer_types", ["sparse"] * layers)
+    elif layers is not None:
+        raise ConfigError(
+            f"{where}: num_hidden_layers must be a whole number from 1 to {MOST_LAYERS}, "
+            f"not {_short(layers)}"
+        )
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
     if "head_dim" not in values and _is_int(heads) and _is_int(hidden) and heads > 0:
         values["head_dim"] = hidden // heads
@@ -257,7 +279,15 @@ def _is_int(value: Any) -> TypeGuard[int]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) < 1e30  # NaN fails too; beyond it float32 overflows
+
+
+def _short(value: Any) -> str:
+    if _is_int(value) and abs(value) > MOST:
+        return "a number far beyond any model"  # repr of a huge integer may itself be refused
+    return repr(value)
 
 
 _COUNTS = (
@@ -279,15 +309,20 @@ _COUNTS = (
 def _check(c: BeamConfig) -> None:
     for name in _COUNTS:
         value = getattr(c, name)
+        most = {"num_hidden_layers": MOST_LAYERS, "num_experts": MOST_EXPERTS}.get(name, MOST)
         if not _is_int(value) or value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+            raise ConfigError(f"{name} must be a whole number of at least 1, not {_short(value)}")
+        if value > most:
+            raise ConfigError(f"{name} must be at most {most}, not {_short(value)}")
     for name in ("rms_norm_eps", "rope_theta", "routed_scaling_factor"):
         value = getattr(c, name)
-        if not _is_number(value) or not 0 < value < float("inf"):
-            raise ConfigError(f"{name} must be a positive number, not {value!r}")
+        if not _is_number(value) or value <= 0:
+            raise ConfigError(f"{name} must be a positive number, not {_short(value)}")
     cap = c.final_logit_softcapping
-    if cap is not None and (not _is_number(cap) or not 0 < cap < float("inf")):
-        raise ConfigError(f"final_logit_softcapping must be a positive number or null, not {cap!r}")
+    if cap is not None and (not _is_number(cap) or cap <= 0):
+        raise ConfigError(
+            f"final_logit_softcapping must be a positive number or null, not {_short(cap)}"
+        )
     for name in ("norm_topk_prob", "tie_word_embeddings"):
         if not isinstance(getattr(c, name), bool):
             raise ConfigError(f"{name} must be true or false, not {getattr(c, name)!r}")

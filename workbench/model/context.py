@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workbench.errors import PromptError
 from workbench.kernels import ops
 from workbench.model.cache import KVCache
 from workbench.model.config import BeamConfig
@@ -56,6 +57,7 @@ class CachedContext(_Positions):
         self.counts = list(counts)
         self.slots = list(range(len(self.counts))) if slots is None else list(slots)
         self.device = cache.k[0].device
+        _check_rows(cache, self.counts, self.slots)
         starts = [cache.lengths[s] for s in self.slots]
         ends = [s + c for s, c in zip(starts, self.counts, strict=True)]
         cache.reserve(max(ends))
@@ -219,3 +221,17 @@ class SequenceContext(_Positions):
         if self.config.is_full(layer):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.window_mask)
+
+
+def _check_rows(cache: KVCache, counts: list[int], slots: list[int]) -> None:
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (*counts, *slots))
+    if not whole or len(counts) != len(slots) or min(counts, default=0) < 0 or sum(counts) < 1:
+        raise PromptError(
+            f"a pass needs a whole number of tokens for each slot, at least one in all; "
+            f"got counts {counts} for slots {slots}"
+        )
+    if len(set(slots)) < len(slots) or not all(0 <= s < cache.slots for s in slots):
+        raise PromptError(
+            f"slots {slots} must be different ones from 0 to {cache.slots - 1}; "
+            "make the cache with as many slots as there are sequences"
+        )

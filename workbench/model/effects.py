@@ -133,8 +133,9 @@ def stream_rms(hidden: Tensor) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionReach:
-    """How far one map of attention looks, as means over its queries.
+    """How far one map of attention looks, as means over its queries, the first left out.
 
+    The first query sees one key, which is token 0 and its own at once: it has no choice to make.
     ``distance`` is in tokens, ``entropy`` in nats. ``first`` is the share on token 0 (the usual
     resting place of attention that has nothing to do), ``itself`` that on the query's own token,
     ``beyond`` that on keys a window of the given size would not show.
@@ -148,17 +149,23 @@ class AttentionReach:
 
 
 def attention_reach(probabilities: Tensor, window: int) -> AttentionReach:
-    """Figures of one map of a capture: ``probabilities [T, T]`` (query, key), rows add up to 1."""
+    """Figures of one map of a capture: ``probabilities [T, T]`` (query, key), rows add up to 1.
+
+    A map of one token has its first query only, and the figures are that query's.
+    """
     import torch
 
     p = probabilities.double()
+    skip = 1 if p.shape[0] > 1 else 0
     position = torch.arange(p.shape[0])
-    distance = position[:, None] - position
+    distance = (position[:, None] - position)[skip:]
+    itself = p.diagonal()[skip:]
+    p = p[skip:]
     return AttentionReach(
         distance=float((p * distance).sum(-1).mean()),
         entropy=float(torch.special.entr(p).sum(-1).mean()),
         first=float(p[:, 0].mean()),
-        itself=float(p.diagonal().mean()),
+        itself=float(itself.mean()),
         beyond=float((p * (distance >= window)).sum(-1).mean()),
     )
 

@@ -260,7 +260,10 @@ class TokenStream(Iterator[Token]):
             sequence.finish = sequence.at_room
         text = ""
         if sequence.decoder is not None:
-            text = sequence.decoder.push(token_id)
+            tokenizer = self.beam.tokenizer
+            # A model's table may be padded beyond its tokenizer.
+            known = tokenizer is not None and token_id < tokenizer.vocab_size
+            text = sequence.decoder.push(token_id) if known else "\ufffd"
             if sequence.finish is not None:
                 text += sequence.decoder.flush()
         sequence.ids.append(token_id)

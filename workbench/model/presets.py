@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from workbench.errors import ModelNotFoundError
+from workbench.files import expand
 from workbench.model.config import (
     ENGINE_DEFAULTS,
     AttentionType,
@@ -120,6 +121,7 @@ def resolve(model: str | Path) -> ResolvedModel:
 
     Raises:
         ModelNotFoundError: no such name or folder.
+        FileError: ``model`` is not a path, or is in the home folder of an unknown user.
         ConfigError: the folder's ``config.json`` is unusable.
     """
     name = str(model)
@@ -127,7 +129,7 @@ def resolve(model: str | Path) -> ResolvedModel:
         return beam_501b()
     if name in bundled():
         return _from_folder(ZOO / name, name, Source(kind="chosen", note="bundled checkpoint"))
-    folder = Path(model).expanduser()
+    folder = expand(model)
     if folder.is_dir():
         return _from_folder(folder, name, Source(kind="checkpoint", note="config.json"))
     raise ModelNotFoundError(

@@ -28,7 +28,7 @@ def prompt_ids(beam: Beam, prompts: Prompts, *, room: int = 1) -> list[list[int]
     Raises:
         PromptError: naming the prompt and what is wrong with it.
     """
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | memoryview):
         raise PromptError(
             "prompts must be a text, a list of texts, or lists of token ids, "
             f"not {type(prompts).__name__}"

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as _Backend
 
 _ROLES = ("system", "user", "assistant", "tool")
+_JSON_KINDS = {
+    str: "a text",
+    dict: "an object",
+    list: "a list",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+}
 _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"}
 
 
@@ -62,7 +70,8 @@ class Tokenizer:
     def __init__(self, definition: str, config: Mapping[str, Any], *, where: str = "here") -> None:
         """Takes the content of tokenizer.json and the parsed tokenizer_config.json.
 
-        Raises TokenizerError if either is malformed or lacks a bos or eos token.
+        Raises TokenizerError if either is malformed, lacks a bos or eos token, or has a field of
+        the wrong type.
         """
         from tokenizers import Tokenizer as Backend
 
@@ -70,20 +79,20 @@ class Tokenizer:
             self._markers_on: _Backend = Backend.from_str(definition)
             self._markers_off: _Backend = Backend.from_str(definition)
             added = json.loads(definition).get("added_tokens", [])
+            self.markers: dict[str, int] = {t["content"]: t["id"] for t in added if t["special"]}
         except Exception as error:  # the backend raises bare Exception for a malformed file
             raise TokenizerError(
                 f"the tokenizer.json {where} is not a tokenizer definition: {error}"
             ) from error
         self._markers_off.encode_special_tokens = True
-        self.markers: dict[str, int] = {t["content"]: t["id"] for t in added if t["special"]}
-        self.chat_template: str = str(config.get("chat_template", ""))
-        self.response_template: dict[str, Any] = dict(config.get("response_template", {}))
+        self.chat_template: str = _typed(config, "chat_template", "", where)
+        self.response_template: dict[str, Any] = _typed(config, "response_template", {}, where)
         self.bos_id = self._named(config, "bos_token", where)
         self.eos_id = self._named(config, "eos_token", where)
         # Only decoding needs the first two; a foreign checkpoint may have no padding and no mask.
-        self.pad_id = self._named(config, "pad_token", where) if config.get("pad_token") else None
-        self.mask_id = (
-            self._named(config, "mask_token", where) if config.get("mask_token") else None
+        self.pad_id, self.mask_id = (
+            None if config.get(name) in (None, "") else self._named(config, name, where)
+            for name in ("pad_token", "mask_token")
         )
         self.vocab_size: int = self._markers_on.get_vocab_size(with_added_tokens=True)
         self._bytes, self._marker_ids = self._byte_table(where)
@@ -92,6 +101,11 @@ class Tokenizer:
         token = config.get(name)
         if isinstance(token, Mapping):
             token = token.get("content")
+        if token is not None and not isinstance(token, str):
+            raise TokenizerError(
+                f"the tokenizer_config.json {where} gives {name} as {_JSON_KINDS[type(token)]}; "
+                "give the token's text"
+            )
         if token not in self.markers:
             raise TokenizerError(
                 f"the tokenizer_config.json {where} gives {name} = {token!r}, which is not among "
@@ -129,7 +143,7 @@ class Tokenizer:
         try:
             definition = (folder / "tokenizer.json").read_text(encoding="utf-8")
             config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise TokenizerError(
                 f"the folder {folder} has no readable tokenizer.json and tokenizer_config.json: "
                 f"{error}"
@@ -244,6 +258,19 @@ class Tokenizer:
 
     def _wrapped(self, opener: str, text: str, closer: str) -> list[int]:
         return self._marked(opener) + self.encode(text, bos=False) + self._marked(closer)
+
+
+def _typed(config: Mapping[str, Any], name: str, absent: str | dict[str, Any], where: str) -> Any:
+    """A field of tokenizer_config.json that is of the type of ``absent``, which null stands for."""
+    value = config.get(name)
+    if value is None:
+        return absent
+    if not isinstance(value, type(absent)):
+        raise TokenizerError(
+            f"the tokenizer_config.json {where} gives {name} as {_JSON_KINDS[type(value)]}; "
+            f"give {_JSON_KINDS[type(absent)]} or leave it out"
+        )
+    return value
 
 
 def _call_text(index: int, call: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,13 +43,14 @@ def bits_per_byte(
         ``bytes`` (UTF-8), ``tokens`` scored, ``bits_per_byte``.
 
     Raises:
-        TrainingError: there is no text, or the model has no tokenizer.
+        TrainingError: there is no text, the model has no tokenizer, or the tokenizer gives a token
+            that the model's vocabulary does not have.
     """
     tokenizer = beam.tokenizer
     if tokenizer is None:
         raise TrainingError(f"{beam.name} has no tokenizer.json, so text cannot be scored")
     nats, size, count = 0.0, 0, 0
-    context = beam.config.max_position_embeddings
+    context, vocabulary = beam.config.max_position_embeddings, beam.config.vocab_size
     groups: dict[int, list[tuple[list[int], int]]] = {}
 
     def flush(length: int) -> None:
@@ -60,6 +62,12 @@ def bits_per_byte(
 
     for text in texts:
         ids = tokenizer.encode(text, bos=True)
+        if max(ids) >= vocabulary:
+            raise TrainingError(
+                f"the tokenizer of {beam.name} gives token {max(ids)} and has "
+                f"{tokenizer.vocab_size} tokens, but the model's vocab_size is {vocabulary}; "
+                "use the tokenizer that the model was trained with"
+            )
         size += len(text.encode("utf-8"))
         for window, first in _windows(ids, context):
             groups.setdefault(len(window), []).append((window, first))
@@ -98,23 +106,36 @@ def read_texts(files: Iterable[str | Path]) -> Iterator[str]:
     """The texts of files; a ``.jsonl`` file holds one document a line under ``text``.
 
     Raises:
-        TrainingError: a file cannot be read as UTF-8 text.
+        TrainingError: a file cannot be read as UTF-8 text, or is a pipe, a device or a folder.
     """
     for name in files:
         file = Path(name)
         try:
+            if not stat.S_ISREG(file.stat().st_mode):  # a pipe may wait and a device go on for ever
+                raise TrainingError(f"{file} is not a regular file; write the text into one first")
             if file.suffix == ".jsonl":
                 with file.open(encoding="utf-8") as lines:
                     for line in lines:
-                        yield json.loads(line)["text"]
+                        yield _text(json.loads(line))
             else:
                 yield file.read_bytes().decode("utf-8")  # as it is: text mode rewrites line ends
         except OSError as error:
             raise TrainingError(f"{file} cannot be read ({error.strerror})") from error
         except UnicodeDecodeError as error:
             raise TrainingError(f"{file} is not UTF-8 text; convert it first") from error
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except TrainingError:
+            raise
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            if "\0" in str(name):
+                raise TrainingError(f"{str(name)!r} is not a path (it holds a NUL)") from error
             raise TrainingError(f"{file} is not JSON lines with a 'text' in each") from error
+
+
+def _text(document: Any) -> str:
+    text = document["text"]
+    if not isinstance(text, str):
+        raise TypeError(type(text).__name__)
+    return text
 
 
 def evaluate_held_out(beam: Beam, settings: TrainingSettings) -> dict[str, Any]:

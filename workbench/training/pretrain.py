@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import math
 import platform
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workbench.errors import TrainingError
+from workbench.errors import TrainingError, WorkbenchError
 from workbench.files import write_whole
 from workbench.model.beam import Beam
 from workbench.model.checkpoint import load, save
@@ -32,7 +34,13 @@ from workbench.training.interrupt import Interrupts
 from workbench.training.optimizer import optimizers_for, rate_factor, set_rates
 from workbench.training.rescale import rescale_outputs
 from workbench.training.settings import TrainingSettings, check_tokenizer, read_settings
-from workbench.training.state import load_state, remove_states, save_state, saved_states
+from workbench.training.state import (
+    StateError,
+    load_state,
+    remove_states,
+    save_state,
+    saved_states,
+)
 from workbench.training.trainable import balance, build
 
 
@@ -51,11 +59,13 @@ def train(
 
     Interrupting (Ctrl-C) saves the state after the running step and re-raises; ``resume=True`` then
     goes on to exactly the weights an uninterrupted run would have had. A second Ctrl-C stops at
-    once and leaves the state that was saved last. The state goes when the checkpoint is written.
+    once and leaves the state that was saved last. The state is saved after the last step as well
+    and goes when the checkpoint and its record are written: until then ``resume=True`` has only
+    these left to do.
 
     Raises:
-        TrainingError: tokenizer, corpus or saved state cannot be used, the loss is no number, or
-            the state cannot be written.
+        TrainingError: folders, tokenizer, corpus or saved state cannot be used, the loss is no
+            number, or the state or the checkpoint cannot be written.
     """
     _check_folders(settings, resume)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,14 +88,15 @@ def train(
     updating = False  # weights and optimizers are of different steps
 
     def keep() -> None:
-        nonlocal kept
+        nonlocal kept, begun
         record.update(step=step, partial=[float(total), since])
         record["seconds"] += time.perf_counter() - begun
+        begun = time.perf_counter()
         if not all(bool(p.isfinite().all()) for p in beam.parameters()):
             raise _diverged("a weight is NaN or infinite", step, settings)
         _check_loss(float(total), step, settings)
         save_state(settings.state, step, beam, optimizers, record)
-        kept = step
+        kept, begun = step, time.perf_counter()  # saving is no training
 
     try:
         with Interrupts() as interrupts:
@@ -116,7 +127,10 @@ def train(
                     clock = time.perf_counter()
                 if step % settings.save_every == 0 and step < settings.steps:
                     keep()
-                    begun = time.perf_counter()
+            if step > kept:
+                # When it cannot be kept, writing the checkpoint is the only hope left.
+                with suppress(StateError):
+                    keep()
             interrupts.check()
     except KeyboardInterrupt:
         if not updating and step > kept:
@@ -124,9 +138,12 @@ def train(
         raise
     if device.type == "cuda":
         torch.cuda.synchronize()
-    record.update(step=step, seconds=record["seconds"] + time.perf_counter() - begun)
-    sample = stream.batch(0, 1, settings.length)[0]
-    result = _finish(beam, tokenizer, settings, record, device, sample)
+    record["step"] = step
+    sample = stream.batch(0, 1, settings.length)[0, :-1]  # one context at most
+    try:
+        result = _finish(beam, tokenizer, settings, record, device, sample)
+    except (OSError, WorkbenchError) as error:
+        raise _unfinished(error, step, settings) from error
     remove_states(settings.state)
     return result
 
@@ -143,14 +160,56 @@ def run(
 
 def _check_folders(settings: TrainingSettings, resume: bool) -> None:
     for name, folder in (("output", settings.output), ("state", settings.state)):
-        if folder.exists() and not folder.is_dir():
+        if folder.is_file():
             raise TrainingError(f"{name} names {folder}, which is a file; name a folder")
+        _check_writable(name, folder)
     states = saved_states(settings.state)
     if states and not resume:
         raise TrainingError(
             f"{settings.state} holds {states[-1].name} of an unfinished run; go on from it with "
             "--resume, or delete that folder to start anew"
         )
+
+
+def _check_writable(name: str, folder: Path) -> None:
+    """Make the folder and a file in it, and take away again what was not there before.
+
+    What cannot be written is so found before the first step instead of after the last one.
+    """
+    made: list[Path] = []
+    try:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise TrainingError(
+            f"{name} names {folder}, where nothing can be written ({error.strerror or error}); "
+            "name another folder"
+        ) from error
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _unfinished(error: Exception, step: int, settings: TrainingSettings) -> TrainingError:
+    """All steps are done, but the checkpoint or its record could not be made."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or error
+    states = saved_states(settings.state)
+    if states and states[-1].name == f"step-{step}":
+        kept = (
+            f"all of its {step} steps are kept in {settings.state}: correct that, or name another "
+            "folder as 'output', and go on with --resume"
+        )
+    elif states:
+        kept = f"make room and go on from {states[-1].name} in {settings.state} with --resume"
+    else:
+        kept = f"its state could not be kept in {settings.state} either; make room and start again"
+    return TrainingError(
+        f"the trained model could not be written to {settings.output} and evaluated ({reason}); "
+        f"{kept}"
+    )
 
 
 def _identity(settings: TrainingSettings) -> dict[str, Any]:

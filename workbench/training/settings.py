@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -10,12 +11,27 @@ from typing import Any
 
 from workbench.errors import ConfigError, TrainingError
 from workbench.model.config import BeamConfig
+from workbench.model.presets import ZOO, bundled
+from workbench.model.tensors import total_parameters
 from workbench.model.tokenizer import Tokenizer
 
 CONFIGS = Path(__file__).parent / "configs"
 
 # Keys of a config.json that say nothing about the model's shape, for a [model] copied from one.
 _CONFIG_JSON_KEYS = ("architectures", "model_type", "torch_dtype", "dtype", "transformers_version")
+# Far above any run; beyond them the arithmetic of torch or numpy overflows.
+_AT_MOST = {
+    "steps": 10**9,
+    "batch": 10**6,
+    "length": 10**9,
+    "warmup": 10**9,
+    "save_every": 10**9,
+    "evaluate_bytes": 10**12,
+    "seed": 2**63 - 1,
+}
+_MOST_IN_MODEL = 2**53
+_MOST_LAYERS = 10_000
+_MOST_PARAMETERS = 10**10  # 40 GB of float32 weights, before gradients and optimizers
 _AT_LEAST_ONE = ("steps", "batch", "length", "save_every")
 _KINDS = {
     "Path": "a path in quotes",
@@ -34,7 +50,7 @@ class TrainingSettings:
     output: Path  # folder of the finished checkpoint
     state: Path  # folder of the resumable state
     corpus: str  # folder with train.tokens.u16, or "stdlib": this interpreter's own sources
-    tokenizer: Path  # folder with tokenizer.json
+    tokenizer: Path  # folder with tokenizer.json; a file may give a bundled model's name instead
     steps: int
     batch: int  # sequences a step
     length: int  # tokens a sequence
@@ -62,9 +78,13 @@ def read_settings(path: str | Path) -> TrainingSettings:
         TrainingError: the file, a field or a value is wrong; the message names it.
     """
     file = Path(path)
-    if not file.exists() and (CONFIGS / f"{path}.toml").exists():
-        file = CONFIGS / f"{path}.toml"
+    if "\0" in str(path):
+        raise TrainingError(f"{str(path)!r} is not a path (it holds a NUL); name a TOML file")
     try:
+        if not file.exists() and (CONFIGS / f"{path}.toml").exists():
+            file = CONFIGS / f"{path}.toml"
+        if file.is_char_device() or file.is_block_device():  # /dev/zero never ends
+            raise TrainingError(f"{file} is a device; give a TOML file")
         data = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise TrainingError(
@@ -73,6 +93,12 @@ def read_settings(path: str | Path) -> TrainingSettings:
         ) from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise TrainingError(f"{file} is not valid TOML ({error}); correct it") from error
+    except TrainingError:
+        raise
+    except (ValueError, RecursionError) as error:  # Python's own limits
+        raise TrainingError(
+            f"{file} nests too deep or holds a number of too many digits; correct it"
+        ) from error
     return settings_from_dict(data, str(file))
 
 
@@ -87,10 +113,7 @@ def settings_from_dict(data: Mapping[str, Any], where: str) -> TrainingSettings:
     model = values.pop("model", None)
     if not isinstance(model, Mapping):
         raise TrainingError(f"{where}: the table [model] with the config.json fields is missing")
-    try:
-        values["model"] = BeamConfig.from_dict(model, where=f"{where} [model]")
-    except ConfigError as error:
-        raise TrainingError(str(error)) from None
+    values["model"] = _model(model, f"{where} [model]")
     # A config.json may hold what it likes; here an unknown field is a misspelt one.
     for name in values["model"].extra:
         if name not in _CONFIG_JSON_KEYS:
@@ -119,25 +142,76 @@ def settings_from_dict(data: Mapping[str, Any], where: str) -> TrainingSettings:
     return settings
 
 
+def _model(data: Mapping[str, Any], where: str) -> BeamConfig:
+    """The [model] table, refused where building or recording it would fail later."""
+    rope = data.get("rope_parameters")
+    for name, value in [*data.items(), *(rope.items() if isinstance(rope, Mapping) else ())]:
+        most = _MOST_LAYERS if name == "num_hidden_layers" else _MOST_IN_MODEL
+        if isinstance(value, int) and value > most:
+            raise TrainingError(f"{where}: {name} must be at most {most}, not {_shown(value)}")
+    try:
+        config = BeamConfig.from_dict(data, where=where)
+        json.dumps(config.to_dict())
+    except ConfigError as error:
+        raise TrainingError(str(error)) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TrainingError(
+            f"{where} holds a value that a config.json cannot hold (a date, or one too deep or "
+            "too large); remove it"
+        ) from error
+    parameters = total_parameters(config)
+    if parameters > _MOST_PARAMETERS:
+        raise TrainingError(
+            f"{where} has {parameters:,} parameters, and at most {_MOST_PARAMETERS:,} can be "
+            "trained here; make it smaller"
+        )
+    return config
+
+
+def _shown(value: Any) -> str:
+    """A wrong value for a message, cut when it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # over 4,300 digits, or nested too deep
+        return "one too large to show"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _path(name: str, value: str, where: str) -> Path:
+    if not value or "\0" in value:
+        problem = "holds a NUL" if value else "is empty"
+        raise TrainingError(f"{where}: {name} {problem}; name a folder")
+    if name == "tokenizer" and value in bundled():
+        return ZOO / value
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise TrainingError(
+            f"{where}: {name} is {_shown(value)}, but there is no such user; write the path out"
+        ) from error
+
+
 def _checked(name: str, value: Any, kind: str, where: str) -> Any:
     if kind == "Path" and isinstance(value, str):
-        return Path(value).expanduser()
+        return _path(name, value, where)
     if kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
-        if 0 <= value < float("inf"):
+        if 0 <= value < 1e300:  # a larger whole number is no float
             return float(value)
-        raise TrainingError(f"{where}: {name} must be at least 0 and finite, not {value!r}")
+        raise TrainingError(f"{where}: {name} must be at least 0 and finite, not {_shown(value)}")
     if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
         least = 1 if name in _AT_LEAST_ONE else 0
-        if value >= least:
-            return value
-        raise TrainingError(f"{where}: {name} must be at least {least}, not {value!r}")
-    if (
-        (kind == "str" and isinstance(value, str))
-        or (kind == "bool" and isinstance(value, bool))
-        or kind == "BeamConfig"
-    ):
+        if value < least:
+            raise TrainingError(f"{where}: {name} must be at least {least}, not {_shown(value)}")
+        if value > _AT_MOST[name]:
+            raise TrainingError(
+                f"{where}: {name} must be at most {_AT_MOST[name]}, not {_shown(value)}"
+            )
         return value
-    raise TrainingError(f"{where}: {name} must be {_KINDS[kind]}, not {value!r}")
+    if kind == "str" and isinstance(value, str):  # the corpus
+        return str(_path(name, value, where))
+    if (kind == "bool" and isinstance(value, bool)) or kind == "BeamConfig":
+        return value
+    raise TrainingError(f"{where}: {name} must be {_KINDS[kind]}, not {_shown(value)}")
 
 
 def check_tokenizer(settings: TrainingSettings, tokenizer: Tokenizer) -> None:

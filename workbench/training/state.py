@@ -23,6 +23,10 @@ from torch.optim import Optimizer
 from workbench.errors import TrainingError
 
 
+class StateError(TrainingError):
+    """The state cannot be written; what was kept before is still there."""
+
+
 def saved_states(folder: Path) -> list[Path]:
     """The whole states under ``folder``, oldest first."""
     found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
@@ -35,7 +39,7 @@ def save_state(
     """Write ``folder/step-N`` whole or not at all, then drop older states; returns the folder.
 
     Raises:
-        TrainingError: it cannot be written (disk full, no permission); older states stay.
+        StateError: it cannot be written (disk full, no permission); older states stay.
     """
     final = folder / f"step-{step}"
     temporary = folder / f".step-{step}.{os.getpid()}"
@@ -55,7 +59,7 @@ def save_state(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
-        raise TrainingError(
+        raise StateError(
             f"the training state of step {step} could not be written to {folder} ({reason}); "
             f"{_kept(folder)}"
         ) from error
@@ -97,7 +101,7 @@ def load_state(folder: Path, model: nn.Module, optimizers: list[Optimizer]) -> d
     try:
         record: dict[str, Any] = json.loads((newest / "state.json").read_text())
         tensors = load_file(newest / "state.safetensors")
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise TrainingError(
             f"the state in {newest} cannot be read ({error}); delete {folder} to start anew"
         ) from error

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from workbench.model.inspect import Capture
 
 MOST_LABELS = 40  # tokens that can be written along an axis
+COLOR_TITLE = "probability p, colour ∝ ∛p"
 
 
 def head_map(captured: Capture, layer: int, head: int | None) -> Tensor:
@@ -74,7 +75,7 @@ def attention_maps(
             "cmin": 0,
             "cmax": 1,
             "colorscale": theme.scale(),
-            "colorbar": theme.colorbar("probability", len=1.0, tickvals=[0, 0.1, 0.25, 0.5, 1]),
+            "colorbar": theme.colorbar(COLOR_TITLE, len=1.0, tickvals=[0, 0.1, 0.25, 0.5, 1]),
         },
     )
     lines = []
@@ -128,9 +129,31 @@ def heatmap(captured: Capture, layer: int, head: int | None, first: int = 0, **a
         z=head_map(captured, layer, head)[first:].float().numpy(),
         y0=first,
         coloraxis="coloraxis",
-        hovertemplate="query %{y}, key %{x}<br>probability %{z:.4f}<extra></extra>",
+        text=hidden_texts(captured, layer, first),
+        hovertemplate=hover(captured),
         **axes,
     )
+
+
+def hover(captured: Capture) -> str:
+    """Hover of a cell: positions, token texts where the axes have them, probability."""
+    # With a format %{x} is the position, without one it is what stands on the axis.
+    named = len(captured.tokens) <= MOST_LABELS
+    query, key = (f"%{{{axis}:d}}" + (f" %{{{axis}}}" if named else "") for axis in "yx")
+    seen = "%{text}" if named else ""
+    return f"query {query}<br>key {key}<br>probability %{{z:.4f}}{seen}<extra></extra>"
+
+
+def hidden_texts(captured: Capture, layer: int, first: int = 0) -> list[list[str]] | None:
+    """What the hover adds for keys the layer does not show a query; None for a long prompt."""
+    c, tokens = captured.config, len(captured.tokens)
+    if tokens > MOST_LABELS:
+        return None  # one text a cell would be most of a saved notebook
+    window = tokens if c.is_full(layer) else c.sliding_window
+    return [
+        ["" if 0 <= query - key < window else ", not visible" for key in range(tokens)]
+        for query in range(first, tokens)
+    ]
 
 
 def window_edge(captured: Capture, layer: int, first: int = 0) -> dict[str, Any]:
@@ -163,6 +186,8 @@ def query_axis(tokens: tuple[str, ...], first: int = 0) -> dict[str, Any]:
     }
     if count <= MOST_LABELS:
         axis |= _token_ticks(tokens, first)
+    else:
+        axis |= {"tickmode": "auto", "tickvals": None, "ticktext": None}
     return axis
 
 
@@ -175,11 +200,14 @@ def key_axis(tokens: tuple[str, ...]) -> dict[str, Any]:
     }
     if len(tokens) <= MOST_LABELS:
         axis |= {**_token_ticks(tokens), "tickangle": -90}
+    else:
+        axis |= {"tickmode": "auto", "tickvals": None, "ticktext": None, "tickangle": None}
     return axis
 
 
 def _token_ticks(tokens: tuple[str, ...], first: int = 0) -> dict[str, Any]:
     return {
+        "tickmode": "array",
         "tickvals": list(range(first, len(tokens))),
         "ticktext": [theme.token_label(t, 10) for t in tokens[first:]],
         "tickfont": {"family": theme.MONO, "size": theme.SMALL, "color": theme.NEUTRAL},
@@ -187,14 +215,21 @@ def _token_ticks(tokens: tuple[str, ...], first: int = 0) -> dict[str, Any]:
 
 
 def reach_text(captured: Capture, layer: int, head: int | None) -> str:
-    """One line of figures for one map, the same in the static view and in the dashboard."""
+    """One line of figures for one map."""
+    name, *facts = reach_facts(captured, layer, head)
+    return f"{name}: {', '.join(facts)}"
+
+
+def reach_facts(captured: Capture, layer: int, head: int | None) -> list[str]:
+    """The map's name, then its figures one by one."""
     c = captured.config
     reach = attention_reach(head_map(captured, layer, head), c.sliding_window)
-    beyond = (
-        f", {reach.beyond:.2f} beyond a window of {c.sliding_window}" if c.is_full(layer) else ""
-    )
-    return (
-        f"layer {layer} ({theme.ATTENTION_NAMES[c.layer_types[layer]]}), {_head_name(head)}: "
-        f"looks back {reach.distance:.1f} tokens on average; attention {reach.first:.2f} on the "
-        f"first token, {reach.itself:.2f} on itself{beyond}"
-    )
+    facts = [
+        f"layer {layer} ({theme.ATTENTION_NAMES[c.layer_types[layer]]}), {_head_name(head)}",
+        f"looks back {reach.distance:.1f} tokens on average",
+        f"attention {reach.first:.2f} on the first token",
+        f"{reach.itself:.2f} on itself",
+    ]
+    if c.is_full(layer) and len(captured.tokens) > c.sliding_window:
+        facts.append(f"{reach.beyond:.2f} beyond a window of {c.sliding_window}")
+    return facts

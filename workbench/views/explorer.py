@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _ATTENTION, _EDGE, _LENS, _ROUTER, _EVEN = range(5)  # the traces, in the order they are added
 _TITLES = range(3)  # the annotations: attention, lens, router
+_MEAN = -1  # the head selector's value for the mean over heads
 _MOST_TOKENS = 512  # attention maps of all layers are kept, and they grow with the square
 
 
@@ -64,10 +65,18 @@ class Explorer(Dashboard):
         self.reading = read(beam, prompt)
         heads = beam.config.num_attention_heads // beam.shard.world
         self.prompt = widgets.Textarea(
-            value=prompt, layout={"width": "100%", "height": "64px"}, continuous_update=False
+            value=prompt,
+            description="prompt",
+            tooltip="Prompt",
+            layout={"width": "calc(100% - 4px)", "height": "64px"},
+            continuous_update=False,
         )
         self.prompt.add_class("bw-explore-prompt")
-        self.run = widgets.Button(description="Run", tooltip="Run the prompt through the model")
+        self.run = widgets.Button(
+            description="Run",
+            tooltip="Run the prompt through the model",
+            layout={"flex": "0 0 auto"},
+        )
         self.layer = widgets.IntSlider(
             value=layer,
             min=0,
@@ -76,20 +85,29 @@ class Explorer(Dashboard):
             layout={"width": "46%"},
         )
         self.head = widgets.Dropdown(
-            options=[("mean over heads", None), *((f"head {i}", i) for i in range(heads))],
-            value=head,
+            # The page shows no choice whose value is None.
+            options=[("mean over heads", _MEAN), *((f"head {i}", i) for i in range(heads))],
+            value=_MEAN if head is None else head,
             description="head",
             layout={"width": "30%"},
         )
         self.status = widgets.HTML()
+        self.problem = widgets.HTML()
         self.readout = widgets.HTML()
         # Made whole: traces added to an empty widget reach the page after it has drawn without.
         self.figure = go.FigureWidget(self._frame())
-        self.figure._config = {**self.figure._config, **theme.CONFIG}
+        # Unlike a saved figure, a widget is not resized by JupyterLab. It is drawn before it is on
+        # the page, 700 px wide; a change of its layout once a view of it exists draws it anew.
+        self.figure._config = {**self.figure._config, **theme.CONFIG, "responsive": True}
+        self.figure._view_count = 0
+        self.figure.observe(
+            lambda change: self.figure.update_layout(meta={"views": change.new}), "_view_count"
+        )
         self.widget = widgets.VBox(
             [
                 self.prompt,
                 widgets.HBox([self.run, self.status]),
+                self.problem,
                 widgets.HBox([self.layer, self.head]),
                 self.figure,
                 self.readout,
@@ -107,7 +125,13 @@ class Explorer(Dashboard):
         try:
             self.reading = read(self.beam, prompt)
         except WorkbenchError as error:
-            self._say(str(error))
+            self._say(self._measured())
+            self.problem.value = (
+                '<div style="border-left:3px solid var(--jp-error-color1,#d32f2f);'
+                'padding-left:8px;line-height:1.5;overflow-wrap:anywhere">'
+                '<span style="color:var(--jp-error-color1,#d32f2f)">⚠</span> '
+                f"{escape(str(error))}</div>"
+            )
         else:
             self._new_reading()
         finally:
@@ -116,7 +140,7 @@ class Explorer(Dashboard):
     @property
     def text(self) -> str:
         """The figures of the chosen layer and head, as the page shows them under the plot."""
-        return "\n".join(readout(self.reading, self.layer.value, self.head.value))
+        return "\n".join(readout(self.reading, self.layer.value, self._head()))
 
     def view(self) -> View:
         """What is shown now, as a view that stays."""
@@ -130,6 +154,12 @@ class Explorer(Dashboard):
     def _static_html(self) -> str:
         return f"<pre>{escape(self.text)}</pre>"
 
+    def _head(self) -> int | None:
+        return None if self.head.value == _MEAN else self.head.value
+
+    def _measured(self) -> str:
+        return f"{plural(len(self.reading.captured.tokens), 'token')}, measured here"
+
     def _say(self, text: str) -> None:
         self.status.value = f'<span style="margin-left:8px">{escape(text)}</span>'
 
@@ -138,8 +168,11 @@ class Explorer(Dashboard):
         with self.figure.batch_update():
             self.figure.layout.xaxis.update(attention.key_axis(captured.tokens))
             self.figure.layout.yaxis.update(attention.query_axis(captured.tokens))
+            self.figure.data[_ATTENTION].hovertemplate = attention.hover(captured)
+            self.figure.layout.yaxis3.range = [0, _highest_load(self.reading.load) * 1.08]
             self._update()
-        self._say(f"{plural(len(captured.tokens), 'token')}, measured here")
+        self.problem.value = ""
+        self._say(self._measured())
 
     def _show(self) -> None:
         with self.figure.batch_update():
@@ -147,10 +180,11 @@ class Explorer(Dashboard):
 
     def _update(self) -> None:
         """Give the figure the chosen layer and head, inside a batch update."""
-        reading, layer, head = self.reading, self.layer.value, self.head.value
+        reading, layer, head = self.reading, self.layer.value, self._head()
         captured, lens = reading.captured, reading.lens
         data, titles = self.figure.data, self.figure.layout.annotations
         data[_ATTENTION].z = attention.head_map(captured, layer, head).float().numpy()
+        data[_ATTENTION].text = attention.hidden_texts(captured, layer)
         edge = attention.window_edge(captured, layer)
         data[_EDGE].x, data[_EDGE].y = edge["x"], edge["y"]
         titles[0].text = theme.ink(attention.panel_title(captured, layer))
@@ -171,12 +205,13 @@ class Explorer(Dashboard):
         data[_ROUTER].y = [s * experts for s in share]
         data[_EVEN].x = [-0.5, experts - 0.5] if share else []
         data[_EVEN].y = [1, 1] if share else []
+        self.figure.layout.xaxis3.visible = self.figure.layout.yaxis3.visible = bool(share)
         titles[2].text = theme.ink(
             "load of its experts, × an even share" if share else "a dense MLP: no router"
         )
         self.readout.value = (
             f'<pre class="bw-explore-readout" style="font:{theme.TEXT}px/1.5 {theme.MONO};'
-            f'white-space:pre-wrap;margin:0">{escape(self.text)}</pre>'
+            f'white-space:pre-wrap;overflow-wrap:anywhere;margin:0">{escape(self.text)}</pre>'
         )
 
     def _frame(self) -> go.Figure:
@@ -208,7 +243,7 @@ class Explorer(Dashboard):
                 "showgrid": False,
                 "range": [-0.6, self.beam.config.num_experts - 0.4],
             },
-            yaxis3={"domain": [0, 0.3], "anchor": "x3", "rangemode": "tozero"},
+            yaxis3={"domain": [0, 0.3], "anchor": "x3"},
         )
         fig.add_traces(
             [
@@ -216,8 +251,9 @@ class Explorer(Dashboard):
                     colorscale=theme.scale(),
                     zmin=0,
                     zmax=1,
-                    colorbar=theme.colorbar("", x=0.51, len=1.0, tickvals=[0, 0.1, 0.25, 0.5, 1]),
-                    hovertemplate="query %{y}, key %{x}<br>probability %{z:.4f}<extra></extra>",
+                    colorbar=theme.colorbar(
+                        attention.COLOR_TITLE, x=0.51, len=1.0, tickvals=[0, 0.1, 0.25, 0.5, 1]
+                    ),
                 ),
                 go.Scatter(
                     mode="lines",
@@ -240,7 +276,7 @@ class Explorer(Dashboard):
                     xaxis="x3",
                     yaxis="y3",
                     width=0.7,
-                    marker={"color": theme.SPARSE},
+                    marker={"color": theme.HEAT},  # as in views.router_load
                     hovertemplate="expert %{x}: %{y:.2f} × an even share<extra></extra>",
                     showlegend=False,
                 ),
@@ -261,14 +297,14 @@ class Explorer(Dashboard):
 
 
 def readout(reading: Reading, layer: int, head: int | None) -> list[str]:
-    """The figures of one layer and head in a few lines."""
+    """The figures of one layer and head, one fact a line."""
     captured, lens, c = reading.captured, reading.lens, reading.captured.config
     best = "  ".join(
-        f"{lens.texts[int(i)]} {float(p):.2f}"
+        f"{theme.short_token(lens.texts[int(i)])} {float(p):.2f}"
         for i, p in zip(lens.top_ids[layer + 1, -1], lens.top_probs[layer + 1, -1], strict=True)
     )
     lines = [
-        attention.reach_text(captured, layer, head),
+        *attention.reach_facts(captured, layer, head),
         f"stream after layer {layer}: RMS {reading.rms[layer + 1]:.3f}",
         f"next token if it stopped here: {best}",
     ]
@@ -280,6 +316,11 @@ def readout(reading: Reading, layer: int, head: int | None) -> list[str]:
     else:
         lines.append("its MLP is dense: no experts to choose from")
     return lines
+
+
+def _highest_load(load: RouterLoad | None) -> float:
+    """The busiest expert of all layers, × an even share: one scale for one prompt."""
+    return 1.0 if load is None else float(load.share.max()) * load.share.shape[-1]
 
 
 def _share(load: RouterLoad | None, layer: int) -> list[float]:

@@ -32,6 +32,16 @@ function render({ model, el }) {
   bar.className = "bw-live-bar";
   bar.append(start, stop, status);
 
+  const legend = document.createElement("div");
+  legend.className = "bw-live-legend";
+  for (const [color, label] of look.legend) {
+    const swatch = document.createElement("span");
+    swatch.className = "bw-live-swatch";
+    swatch.style.background = color;
+    legend.append(swatch, label);
+  }
+  legend.append("colour: how unlikely the model found its own choice");
+
   const page = document.createElement("div");
   page.className = "bw-live-page";
   const given = document.createElement("span");
@@ -40,7 +50,7 @@ function render({ model, el }) {
   written.className = "bw-live-written";
   page.append(given, written);
 
-  root.append(prompt, bar, page);
+  root.append(prompt, bar, legend, page);
   el.append(root);
 
   function tint(logprob) {
@@ -66,26 +76,52 @@ function render({ model, el }) {
     if (message.kind === "reset") {
       given.textContent = message.prompt;
       written.replaceChildren();
+      page.scrollTop = page.scrollHeight; // what is written comes after the prompt
     } else if (message.kind === "tokens") {
       append(message.items);
     }
   }
 
+  let ended = false; // the kernel has: nothing sent arrives any more
+
   function onStatus() {
-    status.textContent = model.get("status");
+    status.textContent = ended
+      ? "the kernel has ended; run the cell again"
+      : model.get("status");
   }
 
   function onRunning() {
-    stop.disabled = !model.get("running");
-    start.textContent = model.get("running") ? "Restart" : "Start";
+    start.disabled = ended;
+    stop.disabled = ended || !model.get("running");
+    start.textContent = model.get("running") && !ended ? "Restart" : "Start";
+  }
+
+  function end() {
+    ended = true;
+    onStatus();
+    onRunning();
+  }
+
+  function onConnection() {
+    // ipywidgets marks the view of a model that has lost its kernel before it tells us.
+    if (el.closest(".jupyter-widgets-disconnected")) end();
+  }
+
+  function send(content) {
+    try {
+      model.send(content);
+    } catch (error) {
+      console.warn("the message did not reach the kernel", error);
+      end();
+    }
   }
 
   function onPrompt() {
     if (prompt.value !== model.get("prompt")) prompt.value = model.get("prompt");
   }
 
-  start.addEventListener("click", () => model.send({ kind: "start", prompt: prompt.value }));
-  stop.addEventListener("click", () => model.send({ kind: "stop" }));
+  start.addEventListener("click", () => send({ kind: "start", prompt: prompt.value }));
+  stop.addEventListener("click", () => send({ kind: "stop" }));
   // Keys typed into the box are not JupyterLab's shortcuts.
   prompt.addEventListener("keydown", (event) => event.stopPropagation());
 
@@ -93,15 +129,20 @@ function render({ model, el }) {
   model.on("change:status", onStatus);
   model.on("change:running", onRunning);
   model.on("change:prompt", onPrompt);
+  model.on("comm:close", end);
+  model.on("comm_live_update", onConnection);
   onStatus();
   onRunning();
-  model.send({ kind: "ready" });
+  onConnection();
+  send({ kind: "ready" });
 
   return () => {
     model.off("msg:custom", onMessage);
     model.off("change:status", onStatus);
     model.off("change:running", onRunning);
     model.off("change:prompt", onPrompt);
+    model.off("comm:close", end);
+    model.off("comm_live_update", onConnection);
   };
 }
 

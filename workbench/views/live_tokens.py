@@ -17,7 +17,7 @@ from workbench.model.sampling import Sampling
 from workbench.views import theme
 from workbench.views.dashboard import Dashboard
 from workbench.views.numbers import plural
-from workbench.views.tokens import FULL_TINT, STRONGEST
+from workbench.views.tokens import FULL_TINT, STRONGEST, legend
 from workbench.views.writer import Writer
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class Live(Dashboard):
                 "tint": theme.SURPRISE,
                 "strongest": STRONGEST,
                 "full": FULL_TINT,
+                "legend": [list(swatch) for swatch in legend()],
             },
         )
         self.widget.on_msg(self._message)

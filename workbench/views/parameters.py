@@ -42,14 +42,15 @@ def parameter_treemap(info: ModelInfo) -> View:
     total, active = info.parameters.total, info.parameters.active
     fig = theme.figure(
         f"Parameters of {info.name}",
-        f"by part and layers · counted from the {_basis(info)}",
+        f"by part and layers · counted from the {_basis(info)} · "
+        "click a part to enlarge it, its heading to go back",
         height=430,
         margin={"l": 4, "r": 4, "t": 92, "b": 4},
     )
     fig.add_trace(_treemap(_tiles(info, groups)))
     fig.add_trace(_bars(groups))
     for x, text in (
-        (0.0, f"all: <b>{billions(total)}</b>, faint while it waits"),
+        (0.0, f"all: <b>{billions(total)}</b>; pale: experts not used by this token"),
         (_BARS[0], f"active on each token: <b>{billions(active)}</b> ({active / total:.1%})"),
     ):
         fig.add_annotation(
@@ -104,10 +105,12 @@ def _tiles(info: ModelInfo, groups: tuple[ParameterGroup, ...]) -> _Tiles:
             tiles.add(name, label, group.total, theme.rgba(color, _ACTIVE), hover + "<br>active")
             continue
         path, idle = f"experts/{name}", group.total - group.active
-        tiles.add(path, name, group.total, theme.rgba(color, _FRAME), hover)
+        tiles.add(
+            path, f"{name}: {billions(group.total)}", group.total, theme.rgba(color, _FRAME), hover
+        )
         tiles.add(
             f"{path}/waiting",
-            f"{billions(group.total)}<br>{chosen} of {experts} active",
+            f"{billions(idle)} wait",
             idle,
             theme.rgba(color, _IDLE),
             f"{name}<br>{experts - chosen} of {experts} experts wait<br>{billions(idle)}",

@@ -30,8 +30,8 @@ def residual_scale(info: ModelInfo, rms: Sequence[float] | None = None) -> View:
     fig = theme.figure(
         f"Residual scale over the depth of {info.name}",
         basis,
-        height=360,
-        margin={"l": 56, "r": 16, "t": 118, "b": 48},
+        height=376,
+        margin={"l": 56, "r": 16, "t": 134, "b": 48},
         legend={"y": 1.14},
         xaxis={"domain": [0, 1 if rms is None else 0.53]},
     )

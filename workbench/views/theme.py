@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from html import escape
+from textwrap import wrap
 from typing import Any
 
 import plotly.graph_objects as go
@@ -42,6 +43,11 @@ MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monos
 TITLE, TEXT, SMALL = 15, 12, 11
 
 
+_TOP = 64  # px above the panels of a figure without a legend
+_SUBTITLE_WIDTH = 80  # characters that fit beside JupyterLab's side bar on a page of 1000 px
+_LINE_HEIGHT = 16
+
+
 def rgba(color: str, alpha: float) -> str:
     """``#rrggbb`` with an opacity, as CSS and plotly write it."""
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
@@ -61,8 +67,13 @@ def plain(text: str) -> str:
 
 def token_label(text: str, limit: int = 14) -> str:
     """A token's text, escaped for plotly and for HTML; runs of spaces and long texts shortened."""
+    return plain(short_token(text, limit))
+
+
+def short_token(text: str, limit: int = 14) -> str:
+    """The same, not escaped: for text that is not markup."""
     text = re.sub("·{5,}", lambda run: f"·×{len(run.group())}", text)
-    return plain(text if len(text) <= limit else text[: limit - 1] + "…")
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def scale(color: str = HEAT, *, steps: int = 12) -> list[tuple[float, str]]:
@@ -123,7 +134,7 @@ def _template() -> go.layout.Template:
             "font": {"size": TITLE},
             "subtitle": {"font": {"size": TEXT}},
         },
-        "margin": {"l": 56, "r": 16, "t": 64, "b": 48},
+        "margin": {"l": 56, "r": 16, "t": _TOP, "b": 48},
         "xaxis": _axis(),
         "yaxis": _axis(),
         "legend": {"x": 0, "y": 1, **LEGEND},
@@ -160,12 +171,21 @@ def figure(title: str, subtitle: str, *, height: int, **layout: Any) -> go.Figur
 
 
 def style(fig: Any, title: str, subtitle: str, *, height: int, **layout: Any) -> None:
-    """Put the house style on a figure (a ``FigureWidget`` or one with subplots, too)."""
+    """Put the house style on a figure (a ``FigureWidget`` or one with subplots, too).
+
+    A long subtitle is broken into lines; the figure grows by them, its panels keep their size.
+    """
+    lines = wrap(subtitle, _SUBTITLE_WIDTH, break_long_words=False, break_on_hyphens=False)
+    grown = _LINE_HEIGHT * (len(lines) - 1)
+    if grown > 0:
+        height += grown
+        margin = layout.get("margin", {})
+        layout["margin"] = {**margin, "t": margin.get("t", _TOP) + grown}
     fig.update_layout(
         template=TEMPLATE,
         title={
             "text": ink(f"<b>{plain(title)}</b>"),
-            "subtitle": {"text": ink(plain(subtitle), faint=True)},
+            "subtitle": {"text": ink("<br>".join(map(plain, lines)), faint=True)},
         },
         height=height,
         autosize=True,

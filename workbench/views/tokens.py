@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from math import exp, log
 from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
 
+from workbench.terminal import printable
 from workbench.views import theme
 from workbench.views.numbers import plural
 from workbench.views.page import box, page
@@ -28,7 +30,12 @@ def tint(logprob: float) -> str:
 
 
 def written(prompt: str, tokens: Sequence[Token], *, model: str = "the model") -> View:
-    """The prompt, faint, and the tokens of one sequence as ``workbench.stream`` yields them."""
+    """The prompt, faint, and the tokens of one sequence as ``workbench.stream`` yields them.
+
+    Control characters in either are made visible.
+    """
+    prompt = printable(prompt)
+    tokens = [replace(t, text=printable(t.text)) for t in tokens]
     mean = sum(t.logprob for t in tokens) / len(tokens) if tokens else 0.0
     subtitle = (
         f"measured here · {plural(len(tokens), 'new token')}, {-mean:.2f} nats a token; "
