@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from workbench.lab import LabError, copy_notebooks, run_lab
+from workbench.lab import LabError, _environment, copy_notebooks, run_lab
 
 NOTEBOOK = '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}\n'
 
@@ -149,3 +149,9 @@ def test_the_server_is_on_loopback_with_this_kernel_and_stops(
     assert "Stopping JupyterLab" in rest
     with pytest.raises(ProcessLookupError):
         os.kill(server, 0)
+
+
+def test_terminals_in_the_lab_find_the_command(tmp_path: Path) -> None:
+    path = _environment(tmp_path)["PATH"].split(os.pathsep)
+    assert path[0] == str(Path(sys.executable).parent)
+    assert path[1:] == os.environ["PATH"].split(os.pathsep)

@@ -114,11 +114,14 @@ def tiny_model(here: Machine) -> Capability:
         result = generate(load("beam-tiny"), "def ", max_new_tokens=32, stop_at_eos=False)
     except (ImportError, OSError, WorkbenchError) as error:
         return Capability(name=name, possible=False, reason=str(error) or type(error).__name__)
-    cores = f"{here.cores} core{'s' * (here.cores != 1)}"
+    import torch
+
+    threads = torch.get_num_threads()
+    using = f"{threads} of {here.cores} cores" if threads < here.cores else f"{threads} cores"
     return Capability(
         name=name,
         possible=True,
-        reason=f"measured just now: {result.tokens_per_second:.0f} tokens/s on {cores}, float32",
+        reason=f"measured just now: {result.tokens_per_second:.0f} tokens/s on {using}, float32",
     )
 
 
@@ -218,7 +221,8 @@ def torch_check(here: Machine) -> Check:
         return check(
             False,
             f"{build} of torch beside {len(here.driver_gpus)} × {here.driver_gpus[0]}",
-            "install a CUDA build: make TORCH='torch' lab, or pip install --force-reinstall torch",
+            "install a CUDA build: make clean, then make TORCH='torch' lab; "
+            "or pip install --force-reinstall torch",
         )
     return check(
         False,

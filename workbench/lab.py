@@ -226,6 +226,9 @@ def _environment(scratch: Path) -> dict[str, str]:
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps(content), encoding="utf-8")
     environment = dict(os.environ)
+    # A terminal inside JupyterLab, and `!workbench` in a cell, then find the command.
+    commands = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    environment["PATH"] = os.pathsep.join(filter(None, commands))
     for name in ("JUPYTER_PATH", "JUPYTER_CONFIG_PATH"):
         paths = [str(scratch), os.environ.get(name, "")]
         environment[name] = os.pathsep.join(filter(None, paths))
