@@ -302,3 +302,22 @@ def test_a_model_without_a_tokenizer_is_refused(
     monkeypatch.setattr(beam, "tokenizer", None)
     with pytest.raises(WorkbenchError, match="no tokenizer"):
         live(beam, PROMPT)
+
+
+def test_control_characters_do_not_reach_the_page(
+    beam: Beam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Escape sequences and marks that turn the writing direction are shown, not obeyed."""
+    hidden = {"\x1b", "\u202e", "\u200f"}
+    hostile = "a\x1b[31mb\u202ec\u200fd"
+    view = live(beam, hostile, autostart=False, max_new_tokens=2)
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(view.widget, "send", sent.append)
+    view.start()
+    view.wait(20)
+    view._send([Token(sequence=0, index=0, id=5, text=hostile, logprob=-1.0, finished=None)])
+    texts = [m["prompt"] for m in sent if m["kind"] == "reset"]
+    texts += [text for m in sent if m["kind"] == "tokens" for text, _ in m["items"]]
+    assert len(texts) >= 3
+    for text in (*texts, view.text):
+        assert not hidden & set(text)

@@ -65,7 +65,7 @@ def test_scales_start_from_nothing_and_end_in_full() -> None:
 
 def test_a_long_subtitle_takes_lines_and_its_figure_the_room_for_them() -> None:
     short = theme.figure("t", "modelled", height=200)
-    words = " ".join(["a <b>"] * 40)  # 239 characters
+    words = " ".join(["a <b>"] * 30)  # 179 characters
     long = theme.figure("t", words, height=200, margin={"l": 10, "t": 90})
     text = long.layout.title.subtitle.text
     assert "<b>" not in text

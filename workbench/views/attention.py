@@ -228,8 +228,8 @@ def reach_facts(captured: Capture, layer: int, head: int | None) -> list[str]:
         f"layer {layer} ({theme.ATTENTION_NAMES[c.layer_types[layer]]}), {_head_name(head)}",
         f"looks back {reach.distance:.1f} tokens on average",
         f"attention {reach.first:.2f} on the first token",
-        f"{reach.itself:.2f} on itself",
+        f"attention {reach.itself:.2f} on itself",
     ]
     if c.is_full(layer) and len(captured.tokens) > c.sliding_window:
-        facts.append(f"{reach.beyond:.2f} beyond a window of {c.sliding_window}")
+        facts.append(f"attention {reach.beyond:.2f} beyond a window of {c.sliding_window}")
     return facts

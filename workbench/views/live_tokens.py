@@ -14,6 +14,7 @@ import traitlets
 from workbench.errors import WorkbenchError
 from workbench.model.generate import Token
 from workbench.model.sampling import Sampling
+from workbench.terminal import printable
 from workbench.views import theme
 from workbench.views.dashboard import Dashboard
 from workbench.views.numbers import plural
@@ -91,8 +92,8 @@ class Live(Dashboard):
     @property
     def text(self) -> str:
         """What is in the page: prompt and continuation, then the status."""
-        new = "".join(t.text for t in self.writer.tokens) if self.writer else ""
-        return f"{self._written_prompt}{new}\n-- {self.widget.status}"
+        new = "".join(printable(t.text) for t in self.writer.tokens) if self.writer else ""
+        return f"{printable(self._written_prompt)}{new}\n-- {self.widget.status}"
 
     def start(self, prompt: str | None = None) -> None:
         """Decode the prompt (by default the one in the box) from its beginning."""
@@ -102,7 +103,7 @@ class Live(Dashboard):
         with self._page:
             self.writer = None
             self.widget.prompt = self._written_prompt = prompt
-            self.widget.send({"kind": "reset", "prompt": prompt})
+            self.widget.send({"kind": "reset", "prompt": printable(prompt)})
         try:
             self.writer = Writer(
                 self.beam,
@@ -141,12 +142,12 @@ class Live(Dashboard):
 
     def _replay(self) -> None:
         """A new view of the widget has been drawn: give it what the others show already."""
-        self.widget.send({"kind": "reset", "prompt": self._written_prompt})
+        self.widget.send({"kind": "reset", "prompt": printable(self._written_prompt)})
         if self.writer is not None and self.writer.tokens:
             self._send(self.writer.tokens)
 
     def _send(self, tokens: list[Token]) -> None:
-        items = [[t.text, round(t.logprob, 3)] for t in tokens]
+        items = [[printable(t.text), round(t.logprob, 3)] for t in tokens]
         self.widget.send({"kind": "tokens", "items": items})
 
     def _show(self, writer: Writer, batch: list[Token]) -> None:
@@ -179,7 +180,7 @@ class Live(Dashboard):
         return (
             f'<div style="font-family:{theme.SANS};font-size:{theme.TEXT}px;opacity:.75">'
             "Live generation runs here when the notebook does. Its prompt: "
-            f"<code>{escape(self._written_prompt)}</code></div>"
+            f"<code>{escape(printable(self._written_prompt))}</code></div>"
         )
 
 

@@ -92,7 +92,7 @@ def _tiles(info: ModelInfo, groups: tuple[ParameterGroup, ...]) -> _Tiles:
     whole = sum(g.total for g in groups if g.part == "experts")
     tiles.add(
         "experts",
-        f"experts {billions(whole)}",
+        f"experts, by layers: {billions(whole)}",
         whole,
         theme.rgba(theme.SPARSE, _FRAME),
         f"experts<br>{billions(whole)}, {whole / total:.1%} of all",
@@ -106,7 +106,11 @@ def _tiles(info: ModelInfo, groups: tuple[ParameterGroup, ...]) -> _Tiles:
             continue
         path, idle = f"experts/{name}", group.total - group.active
         tiles.add(
-            path, f"{name}: {billions(group.total)}", group.total, theme.rgba(color, _FRAME), hover
+            path,
+            f"{span(group.layers)}: {billions(group.total)}",
+            group.total,
+            theme.rgba(color, _FRAME),
+            hover,
         )
         tiles.add(
             f"{path}/waiting",
