@@ -6,10 +6,14 @@ import signal
 
 import pytest
 
-# Started by a script in the background, pytest ignores SIGINT, and so would every program it
-# starts: tests that interrupt one would wait for ever.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Started by a script in the background or by nohup, pytest ignores SIGINT or SIGHUP, and so would
+# every program it starts: tests that interrupt one would wait for ever.
+for _number, _usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

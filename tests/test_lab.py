@@ -144,8 +144,12 @@ def test_the_server_is_on_loopback_with_this_kernel_and_stops(
             server = int(json.loads(record.read_text())["pid"])
         finally:
             process.send_signal(ending)
-        rest = process.stdout.read()
-        assert process.wait(30) == 0
+        try:
+            rest, _ = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()  # leaving the block would wait for it without end
+            raise
+        assert process.returncode == 0
     assert "Stopping JupyterLab" in rest
     with pytest.raises(ProcessLookupError):
         os.kill(server, 0)
