@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -219,10 +219,11 @@ class _Move:
 def _replacing(folder: Path) -> Iterator[Path]:
     """A scratch folder whose files replace those of ``folder`` when the block succeeds."""
     created = [p for p in (folder, *folder.parents) if not p.exists()]
-    scratch: Path | None = None
+    # Named before it is made: an interrupt in between leaves nothing that has no name.
+    scratch = folder / f".saving-{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
+        scratch.mkdir(mode=0o700)
         yield scratch
         _replace(folder, scratch)
         created = []
@@ -231,11 +232,19 @@ def _replacing(folder: Path) -> Iterator[Path]:
             f"{folder} could not be written ({error.strerror or error}); nothing there was changed"
         ) from error
     finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
+        _remove(scratch)
         for path in created:
             with suppress(OSError):  # never made, or somebody else's file is in it by now
                 path.rmdir()
+
+
+def _remove(scratch: Path) -> None:
+    """Remove it even when an interrupt comes in the middle of that."""
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)
+    except KeyboardInterrupt:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def _replace(folder: Path, scratch: Path) -> None:
