@@ -136,7 +136,7 @@ class BeamConfig:
     @classmethod
     def from_json(cls, path: str | Path) -> BeamConfig:
         """Read a ``config.json`` (or a folder that holds one)."""
-        return cls.from_dict(read_config_json(path), where=str(_config_path(path)))
+        return cls.from_dict(read_config_json(path), where=str(config_path(path)))
 
     def to_dict(self) -> dict[str, Any]:
         """The ``config.json`` keys, in the form the engine reads, ``extra`` included."""
@@ -154,14 +154,14 @@ class BeamConfig:
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
 
-def _config_path(path: str | Path) -> Path:
+def config_path(path: str | Path) -> Path:
     path = Path(path)
     return path / "config.json" if path.is_dir() else path
 
 
 def read_config_json(path: str | Path) -> dict[str, Any]:
     """The parsed object of a ``config.json``; ConfigError when there is none to be had."""
-    file = _config_path(path)
+    file = config_path(path)
     try:
         if file.exists() and (not file.is_file() or file.stat().st_size > MOST_CONFIG_BYTES):
             raise ConfigError(
@@ -222,18 +222,18 @@ def config_from_dict(data: Mapping[str, Any], where: str = "config") -> BeamConf
     for name in ("head_dim", "layer_types", "mlp_layer_types"):
         if values.get(name, 0) is None:  # null is the same as absent: derived below
             del values[name]
-    values["rope_theta"] = _rope_theta(data, where)
+    values["rope_theta"] = rope_theta_of(data, where)
     layers = values.get("num_hidden_layers")
-    if _is_int(layers) and 0 < layers <= MOST_LAYERS:
+    if is_int(layers) and 0 < layers <= MOST_LAYERS:
         values.setdefault("layer_types", ["sliding_attention"] * layers)
         values.setdefault("mlp_layer_types", ["sparse"] * layers)
     elif layers is not None:
         raise ConfigError(
             f"{where}: num_hidden_layers must be a whole number from 1 to {MOST_LAYERS}, "
-            f"not {_short(layers)}"
+            f"not {short(layers)}"
         )
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
-    if "head_dim" not in values and _is_int(heads) and _is_int(hidden) and heads > 0:
+    if "head_dim" not in values and is_int(heads) and is_int(hidden) and heads > 0:
         values["head_dim"] = hidden // heads
     required = [f.name for f in fields(BeamConfig) if f.name not in ENGINE_DEFAULTS]
     missing = [name for name in required if name not in values and name != "extra"]
@@ -250,7 +250,7 @@ def config_from_dict(data: Mapping[str, Any], where: str = "config") -> BeamConf
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _rope_theta(data: Mapping[str, Any], where: str) -> Any:
+def rope_theta_of(data: Mapping[str, Any], where: str) -> Any:
     rope = data.get("rope_parameters")
     if rope is None:
         return data.get("rope_theta", ENGINE_DEFAULTS["rope_theta"])
@@ -274,18 +274,18 @@ def _rope_theta(data: Mapping[str, Any], where: str) -> Any:
     return rope.get("rope_theta", ENGINE_DEFAULTS["rope_theta"])
 
 
-def _is_int(value: Any) -> TypeGuard[int]:
+def is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return abs(value) < 1e30  # NaN fails too; beyond it float32 overflows
 
 
-def _short(value: Any) -> str:
-    if _is_int(value) and abs(value) > MOST:
+def short(value: Any) -> str:
+    if is_int(value) and abs(value) > MOST:
         return "a number far beyond any model"  # repr of a huge integer may itself be refused
     return repr(value)
 
@@ -310,18 +310,18 @@ def _check(c: BeamConfig) -> None:
     for name in _COUNTS:
         value = getattr(c, name)
         most = {"num_hidden_layers": MOST_LAYERS, "num_experts": MOST_EXPERTS}.get(name, MOST)
-        if not _is_int(value) or value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, not {_short(value)}")
+        if not is_int(value) or value < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1, not {short(value)}")
         if value > most:
-            raise ConfigError(f"{name} must be at most {most}, not {_short(value)}")
+            raise ConfigError(f"{name} must be at most {most}, not {short(value)}")
     for name in ("rms_norm_eps", "rope_theta", "routed_scaling_factor"):
         value = getattr(c, name)
-        if not _is_number(value) or value <= 0:
-            raise ConfigError(f"{name} must be a positive number, not {_short(value)}")
+        if not is_number(value) or value <= 0:
+            raise ConfigError(f"{name} must be a positive number, not {short(value)}")
     cap = c.final_logit_softcapping
-    if cap is not None and (not _is_number(cap) or cap <= 0):
+    if cap is not None and (not is_number(cap) or cap <= 0):
         raise ConfigError(
-            f"final_logit_softcapping must be a positive number or null, not {_short(cap)}"
+            f"final_logit_softcapping must be a positive number or null, not {short(cap)}"
         )
     for name in ("norm_topk_prob", "tie_word_embeddings"):
         if not isinstance(getattr(c, name), bool):
@@ -348,7 +348,7 @@ def _check(c: BeamConfig) -> None:
     _check_groups(c)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(c, name)
-        if value is not None and (not _is_int(value) or not 0 <= value < c.vocab_size):
+        if value is not None and (not is_int(value) or not 0 <= value < c.vocab_size):
             raise ConfigError(
                 f"{name} must be null or a token id below {c.vocab_size}, not {value!r}"
             )
@@ -372,9 +372,9 @@ def _check_groups(c: BeamConfig) -> None:
         raise ConfigError("n_group and topk_group must be given together, or both left null")
     if c.n_group is None or c.topk_group is None:
         return
-    if not _is_int(c.n_group) or c.n_group < 1 or c.num_experts % c.n_group:
+    if not is_int(c.n_group) or c.n_group < 1 or c.num_experts % c.n_group:
         raise ConfigError(f"n_group must divide num_experts ({c.num_experts}), not {c.n_group!r}")
-    if not _is_int(c.topk_group) or not 1 <= c.topk_group <= c.n_group:
+    if not is_int(c.topk_group) or not 1 <= c.topk_group <= c.n_group:
         raise ConfigError(f"topk_group must lie in 1…n_group ({c.n_group}), not {c.topk_group!r}")
     if c.num_experts // c.n_group < 2 and c.n_group > 1:
         raise ConfigError("n_group leaves fewer than two experts a group; its rank needs two")

@@ -16,6 +16,7 @@ from workbench.model.config import (
     Source,
     read_config_json,
 )
+from workbench.model.drafter_config import DFlash2Config
 
 ZOO = Path(__file__).parent / "zoo"
 
@@ -103,6 +104,105 @@ def beam_501b() -> ResolvedModel:
         "pad_token_id": assumed,
     }
     return ResolvedModel(name="beam-501b", config=config, sources=sources)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedDrafter:
+    """A drafter after look-up; fields as in :class:`ResolvedModel`."""
+
+    name: str
+    config: DFlash2Config
+    sources: Mapping[str, Source]
+    folder: Path | None = None
+
+
+def beam_501b_dflash2() -> ResolvedDrafter:
+    """The DFlash2 drafter of the full Beam: five windowed layers that read five target layers."""
+    target = beam_501b().config
+    like = Source(kind="assumed", note="as Qwen3.8-27B-DFlash2, which has the same hidden_size")
+    shared = Source(kind="engine", note="shares the target's embedding and head")
+    sources = {
+        "vocab_size": shared,
+        "hidden_size": shared,
+        "intermediate_size": like,
+        "num_hidden_layers": Source(kind="published", note="five windowed layers"),
+        "num_attention_heads": like,
+        "num_key_value_heads": like,
+        "head_dim": Source(kind="engine", note="its context kernel is written for 128"),
+        "sliding_window": like,
+        "max_position_embeddings": Source(kind="assumed", note="the target's"),
+        "target_layer_ids": Source(
+            kind="assumed", note="five are published; spread over the depth as in other drafters"
+        ),
+        "mask_token_id": Source(kind="assumed", note="the last token id"),
+        "conv_kernel_size": like,
+        "conv_group_size": like,
+        "selector_rank": like,
+        "selector_top_k": like,
+        "final_logit_softcapping": Source(kind="assumed", note="the target's"),
+        "block_size": like,
+        "rms_norm_eps": Source(kind="engine", note="default"),
+        "rope_theta": Source(kind="engine", note="default"),
+    }
+    config = DFlash2Config(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=17408,
+        num_hidden_layers=5,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        sliding_window=2048,
+        max_position_embeddings=target.max_position_embeddings,
+        target_layer_ids=(5, 16, 27, 38, 49),
+        mask_token_id=target.vocab_size - 1,
+        conv_kernel_size=2,
+        conv_group_size=16,
+        selector_rank=256,
+        selector_top_k=16,
+        final_logit_softcapping=30.0,
+        block_size=8,
+    )
+    return ResolvedDrafter(name="beam-501b-dflash2", config=config, sources=sources)
+
+
+def drafter_of(model: str) -> str | None:
+    """Name of the drafter known for a model of :func:`known_models`, None where there is none."""
+    return "beam-501b-dflash2" if model == "beam-501b" else None
+
+
+def resolve_drafter(drafter: str | Path) -> ResolvedDrafter:
+    """Look up a drafter: the preset ``beam-501b-dflash2``, or a folder with ``config.json``.
+
+    Raises:
+        ModelNotFoundError: no such name or folder.
+        FileError: ``drafter`` is not a path, or is in the home folder of an unknown user.
+        ConfigError: the folder's ``config.json`` is unusable.
+    """
+    name = str(drafter)
+    if name == "beam-501b-dflash2":
+        return beam_501b_dflash2()
+    folder = expand(drafter)
+    if not folder.is_dir():
+        raise ModelNotFoundError(
+            f"unknown drafter {name!r}: use beam-501b-dflash2, or a folder with config.json"
+        )
+    config = DFlash2Config.from_json(folder)
+    given = Source(kind="checkpoint", note="config.json")
+    sources = {f.name: given for f in fields(config) if f.name != "extra"}
+    return ResolvedDrafter(name=name, config=config, sources=sources, folder=folder)
+
+
+def config_of(model: BeamConfig | str | Path) -> BeamConfig:
+    """A configuration as it is, or that of a model by name or folder (see :func:`resolve`)."""
+    return model if isinstance(model, BeamConfig) else resolve(model).config
+
+
+def drafter_config_of(drafter: DFlash2Config | str | Path | None) -> DFlash2Config | None:
+    """The same for a drafter, or for none."""
+    if drafter is None or isinstance(drafter, DFlash2Config):
+        return drafter
+    return resolve_drafter(drafter).config
 
 
 @cache
