@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # sizing shows values where there is no torch
+    from torch import Tensor
 
 
 class Shown:
@@ -29,3 +31,11 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}…{b}" for a, b in runs)
+
+
+def gib(count: float) -> str:
+    """Bytes in GiB, or MiB and KiB where they are few, two decimals."""
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20)):
+        if abs(count) >= step:
+            return f"{count / step:,.2f} {unit}"
+    return f"{count / 2**10:,.2f} KiB" if count else "0"
