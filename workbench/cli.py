@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from workbench import cli_sizing
+from workbench.cli_options import Json, Model, answer
 from workbench.errors import WorkbenchError
 
 if TYPE_CHECKING:
@@ -126,9 +128,9 @@ app = typer.Typer(
 )
 train_app = typer.Typer(help="Train a model.", no_args_is_help=True)
 app.add_typer(train_app, name="train")
+app.command()(cli_sizing.kv)
+app.command()(cli_sizing.plan)
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Preset, bundled name or folder.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Prompt = Annotated[str | None, typer.Option(help="The text to go on from.", metavar="TEXT")]
 PromptFile = Annotated[
     str | None,
@@ -167,7 +169,7 @@ def info(model: Model, json: Json = False) -> None:
 
     description = describe(model)
     if json:
-        _emit(description.to_dict())
+        answer(description.to_dict())
         return
     from workbench.terminal import info_page, out
 
@@ -217,7 +219,7 @@ def generate(
     if json:
         # Plain decoding: every decode step gives exactly one token and nothing is drafted.
         plain = {"acceptance_length": 1.0, "per_position_acceptance": []}
-        _emit({"model": beam.name} | result.to_dict() | plain)
+        answer({"model": beam.name} | result.to_dict() | plain)
         return
     if not written.endswith("\n"):
         print(flush=True)
@@ -267,7 +269,7 @@ def logits(
         write_whole(out, save(tensors))
     rows = list(zip(favoured.tolist(), best.tolist(), strict=True))
     if json:
-        _emit(
+        answer(
             {
                 "model": beam.name,
                 "token_ids": token_ids,
@@ -313,7 +315,7 @@ def evaluate(
             progress=lambda done: bar.update(bar.task_ids[0], completed=done),
         )
     if json:
-        _emit({"model": beam.name, "files": [str(path) for path in files]} | result)
+        answer({"model": beam.name, "files": [str(path) for path in files]} | result)
         return
     print(
         f"{result['bits_per_byte']:.4f} bits per byte over {result['bytes']:,} bytes "
@@ -355,7 +357,7 @@ def train_model(
             _fail("interrupted; go on from the last saved state with --resume")
             raise typer.Exit(130) from None
     if json:
-        _emit(result)
+        answer(result)
         return
     from workbench.terminal import sparkline
 
@@ -400,7 +402,7 @@ def doctor(json: Json = False) -> None:
 
     diagnosis = diagnose()
     if json:
-        _emit(diagnosis.to_dict())
+        answer(diagnosis.to_dict())
     else:
         from workbench.terminal import doctor_page, out
 
@@ -438,12 +440,6 @@ def lab(
 
 
 # -- shared ---------------------------------------------------------------------------------------
-
-
-def _emit(document: dict[str, Any]) -> None:
-    from workbench.terminal import emit
-
-    emit(document)
 
 
 def _prompt(prompt: str | None, prompt_file: str | None) -> str:
