@@ -22,9 +22,13 @@ if TYPE_CHECKING:
     from workbench.model.inspect import capture as capture
     from workbench.model.inspect import intervene as intervene
     from workbench.model.inspect import logit_lens as logit_lens
+    from workbench.model.plan import make_plan as make_plan
     from workbench.model.presets import resolve as resolve
     from workbench.model.sampling import Sampling as Sampling
+    from workbench.model.sizing import size_kv as size_kv
     from workbench.model.tokenizer import Tokenizer as Tokenizer
+    from workbench.model.weights import size_weights as size_weights
+    from workbench.serving.reconcile import reconcile as reconcile
 
 __version__ = "0.1.0"
 
@@ -41,8 +45,12 @@ _PUBLIC = {
     "load": "workbench.model.checkpoint",
     "logit_lens": "workbench.model.inspect",
     "machine": "workbench.hardware",
+    "make_plan": "workbench.model.plan",
+    "reconcile": "workbench.serving.reconcile",
     "resolve": "workbench.model.presets",
     "save": "workbench.model.checkpoint",
+    "size_kv": "workbench.model.sizing",
+    "size_weights": "workbench.model.weights",
     "stream": "workbench.model.generate",
     "views": "workbench.views",
 }

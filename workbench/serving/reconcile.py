@@ -1,0 +1,368 @@
+"""An engine's start-up log against our prediction, line by line, knowing what each line means.
+
+What the log states is used, what it does not is asked for or taken from the release's defaults and
+said so. The memory in the log is rounded to 0.01 GiB, so a prediction from it is a range: *agrees*
+means that the logged figure lies in it, *close* that it is at most 2 % beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from workbench.datasheet import GpuSheet, sheet
+from workbench.model.config import BeamConfig
+from workbench.model.display import gib
+from workbench.model.drafter_config import DFlash2Config
+from workbench.model.kv_planner import KVPlan, SizingError
+from workbench.model.layout import Layout
+from workbench.model.plan import UTILIZATION, rotary_bytes, workspace_bytes
+from workbench.model.presets import config_of, drafter_config_of
+from workbench.model.sizing import KVDtype, size_kv
+from workbench.model.weights import Precision, precision, size_weights
+from workbench.serving.engine_versions import CONCURRENCY_MEANINGS, VersionRules
+from workbench.serving.startup_log import StartupLog, parse_startup_log
+
+CLOSE = 0.02  # beyond it a figure differs
+
+Verdict = Literal["agrees", "close", "differs", "not stated"]
+
+_KV_DTYPES: dict[str, KVDtype] = {
+    "auto": "bf16",
+    "bfloat16": "bf16",
+    "float16": "bf16",
+    "fp8": "fp8",
+    "fp8_e4m3": "fp8",
+    "fp8_e5m2": "fp8",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One line of the log: what it says, what was predicted (a range), and what it means.
+
+    ``logged`` is None where the log is silent. ``unit`` is "bytes", "tokens", "blocks" or "x".
+    """
+
+    line: str
+    logged: float | None
+    low: float
+    high: float
+    unit: str
+    how: str
+    meaning: str
+
+    @property
+    def error(self) -> float | None:
+        """Relative distance of the logged figure from the predicted range; 0 inside it."""
+        if self.logged is None:
+            return None
+        nearest = min(max(self.logged, self.low), self.high)
+        return (self.logged - nearest) / nearest if nearest else float(self.logged != 0)
+
+    @property
+    def verdict(self) -> Verdict:
+        """How the two compare."""
+        error = self.error
+        if error is None:
+            return "not stated"
+        return "agrees" if error == 0 else "close" if abs(error) <= CLOSE else "differs"
+
+    @property
+    def predicted_text(self) -> str:
+        """The predicted range in words."""
+        low, high = figure(self.low, self.unit), figure(self.high, self.unit)
+        return low if low == high else f"{low} … {high}"
+
+    @property
+    def logged_text(self) -> str:
+        """The logged figure in words."""
+        return "-" if self.logged is None else figure(self.logged, self.unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Reconciliation:
+    """A log beside its prediction; :func:`reconcile` makes it.
+
+    ``settings`` are what was computed with: name to (value, where it comes from). Strings that
+    come from the log are a server's text: escape them before they become HTML.
+    """
+
+    version: str | None
+    settings: dict[str, tuple[Any, str]]
+    rows: tuple[Comparison, ...]
+    caveats: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no stated figure differs by more than 2 %."""
+        return all(row.verdict != "differs" for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values by name, for JSON."""
+        return {
+            "version": self.version,
+            "agrees": self.agrees,
+            "settings": {
+                name: {"value": value, "from": source}
+                for name, (value, source) in self.settings.items()
+            },
+            "rows": [
+                {
+                    "line": row.line,
+                    "logged": row.logged,
+                    "predicted_low": row.low,
+                    "predicted_high": row.high,
+                    "unit": row.unit,
+                    "error": row.error,
+                    "verdict": row.verdict,
+                    "how": row.how,
+                    "meaning": row.meaning,
+                }
+                for row in self.rows
+            ],
+            "caveats": list(self.caveats),
+        }
+
+    def __repr__(self) -> str:
+        lines = [f"vLLM {self.version or 'of unknown version'}"]
+        for row in self.rows:
+            lines.append(
+                f"{row.line:<26} logged {row.logged_text:>18}   predicted "
+                f"{row.predicted_text:<36} {row.verdict}"
+            )
+        lines += [f"note: {caveat}" for caveat in self.caveats]
+        return "\n".join(lines)
+
+
+def reconcile(
+    log: StartupLog | str,
+    model: BeamConfig | str,
+    *,
+    drafter: DFlash2Config | str | None = None,
+    gpu: GpuSheet | str | None = None,
+    weights: str | Precision = "bf16",
+    expert_parallel: bool = False,
+    version: str | None = None,
+    context: int | None = None,
+    tp: int | None = None,
+    kv_dtype: KVDtype | None = None,
+    block_size: int | None = None,
+    batched_tokens: int | None = None,
+    async_scheduling: bool | None = None,
+) -> Reconciliation:
+    """Compare an engine's start-up log (text, or already parsed) with what is predicted for it.
+
+    ``model`` is the model that was served (a configuration, name or folder), ``drafter`` likewise.
+    With ``gpu`` the memory left for the cache is predicted too, for ``weights`` of that precision.
+    The other arguments stand in for what the log does not say; where it does, it is believed.
+
+    Raises:
+        StartupLogError: the text holds no such lines, or lines that contradict each other.
+        SizingError: what the log says cannot be of this model.
+    """
+    parsed = parse_startup_log(log, version=version) if isinstance(log, str) else log
+    rules = parsed.rules
+    config, extra = config_of(model), drafter_config_of(drafter)
+    card = sheet(gpu) if isinstance(gpu, str) else gpu
+    settings: dict[str, tuple[Any, str]] = {}
+
+    def setting(name: str, logged: Any, given: Any, default: Any, where: str) -> Any:
+        value, source = (
+            (logged, "log") if logged is not None
+            else (given, "given") if given is not None
+            else (default, where)
+        )  # fmt: skip
+        if value is None:
+            raise SizingError(f"the log does not say {name}; give it")
+        settings[name] = (value, source)
+        return value
+
+    length = setting("context", parsed.max_model_len, context, None, "")
+    ranks = setting("tp", parsed.tensor_parallel_size, tp, 1, "assumed")
+    block = setting("block_size", parsed.block_size, block_size, 16, "the engine's default")
+    batch = setting(
+        "batched_tokens", parsed.max_num_batched_tokens, batched_tokens, 8192, "assumed"
+    )
+    both = setting(
+        "async_scheduling", parsed.async_scheduling, async_scheduling,
+        rules.async_by_default, "the release's default",
+    )  # fmt: skip
+    dtype = setting("kv_dtype", _kv_dtype(parsed), kv_dtype, "bf16", "assumed")
+    batches = rules.in_flight_batches[bool(both)]
+    sizing = size_kv(
+        config,
+        context=length,
+        kv_dtype=dtype,
+        tp=ranks,
+        block_size=block,
+        # The release decides how many batches are in flight; the sizing's own rule is 0.33's.
+        batched_tokens=batch * batches,
+        async_scheduling=False,
+        drafter=extra,
+    )
+    old = rules.concurrency == "tokens_over_length"
+    if parsed.hybrid_manager_off or old:
+        if sizing.hybrid_off_plan is None:
+            raise SizingError(sizing.hybrid_off_refusal or "the engine refuses these layers")
+        plan = sizing.hybrid_off_plan
+    else:
+        plan = sizing.plan
+    rows = _rows_of_memory(parsed, config, extra, card, precision(weights), ranks, batch,
+                           expert_parallel)  # fmt: skip
+    rows += _rows_of_pool(parsed, rules, plan, length, batch * batches, block)
+    return Reconciliation(
+        version=parsed.version,
+        settings=settings,
+        rows=tuple(rows),
+        caveats=(*parsed.caveats, *_caveats(parsed, extra)),
+    )
+
+
+def _kv_dtype(log: StartupLog) -> KVDtype | None:
+    if log.kv_cache_dtype is None:
+        return None
+    if log.kv_cache_dtype not in _KV_DTYPES:
+        raise SizingError(
+            f"the log's KV cache dtype {log.kv_cache_dtype[:40]!r} is not sized here; "
+            f"known are {', '.join(sorted(_KV_DTYPES))}"
+        )
+    return _KV_DTYPES[log.kv_cache_dtype]
+
+
+def _rows_of_memory(
+    log: StartupLog,
+    config: BeamConfig,
+    drafter: DFlash2Config | None,
+    gpu: GpuSheet | None,
+    weights: Precision,
+    tp: int,
+    batched_tokens: int,
+    expert_parallel: bool,
+) -> list[Comparison]:
+    layout = Layout(tp=tp, dp=log.data_parallel_size or 1, expert_parallel=expert_parallel)
+    sized = size_weights(config, weights, layout, drafter).per_gpu_bytes
+    loaded = sized + rotary_bytes(config, drafter)
+    half = log.model_loading_half_width
+    rows = [
+        Comparison(
+            line="Model loading took",
+            logged=log.model_loading_bytes,
+            low=loaded - half,
+            high=loaded + half,
+            unit="bytes",
+            how=f"weights in {weights.name} and rotary tables on one GPU of {layout.name}, exact",
+            meaning="GPU memory that loading took: parameters, tables, what allocating rounds up.",
+        )
+    ]
+    if gpu is None:
+        return rows
+    utilization = log.gpu_memory_utilization or (
+        log.rules.gpu_memory_utilization if log.version else UTILIZATION
+    )
+    rows_at_once = log.max_num_seqs or 256
+    work = workspace_bytes(config, layout, batched_tokens, rows_at_once, drafter=drafter)
+    left = int(gpu.usable_bytes * utilization) - sized - work
+    rows.append(
+        Comparison(
+            line="Available KV cache memory",
+            logged=log.available_kv_bytes,
+            low=max(0, left - log.available_kv_half_width),
+            high=max(0, left + log.available_kv_half_width),
+            unit="bytes",
+            how=(
+                f"{gib(gpu.usable_bytes)} x {utilization:g} - weights {gib(sized)} - workspace "
+                f"{gib(work)} (modelled)"
+            ),
+            meaning=(
+                "What profiling left for the cache on the GPU with the least: a share of its "
+                "memory, less weights, activations and what else the process holds."
+            ),
+        )
+    )
+    return rows
+
+
+def _rows_of_pool(
+    log: StartupLog,
+    rules: VersionRules,
+    plan: KVPlan,
+    length: int,
+    in_flight: int,
+    block_size: int,
+) -> list[Comparison]:
+    """Blocks, concurrency and tokens that follow from the logged memory."""
+    if log.num_gpu_blocks is not None:
+        blocks = [log.num_gpu_blocks] * 2
+        how = "the logged number of blocks"
+    elif log.available_kv_bytes is not None:
+        half = log.available_kv_half_width
+        blocks = [
+            max(0, log.available_kv_bytes + side * half) // plan.block_bytes for side in (-1, 1)
+        ]
+        how = f"the logged memory in blocks of {plan.block_bytes:,} bytes"
+    else:
+        return []
+    a_sequence = plan.blocks_per_sequence(length, in_flight)
+    tokens: list[float]
+    concurrency: list[float]
+    if rules.concurrency == "tokens_over_length":
+        tokens = [float(n * block_size) for n in blocks]
+        concurrency = [n / length for n in tokens]
+        how_many = f"{how}, of {block_size} tokens, over {length:,}"
+    else:
+        concurrency = [n / a_sequence for n in blocks]
+        smallest = min(group.block_size for group in plan.groups)
+        if rules.tokens == "blocks_per_group":
+            tokens = [float(n // len(plan.groups) * smallest) for n in blocks]
+        else:
+            tokens = [float(int(n * length)) for n in concurrency]
+        how_many = f"{how}, {a_sequence:,} for a sequence of {length:,} tokens"
+    return [
+        Comparison(
+            line="Maximum concurrency",
+            logged=log.max_concurrency,
+            low=concurrency[0] - 0.005,
+            high=concurrency[1] + 0.005,
+            unit="x",
+            how=how_many,
+            meaning=CONCURRENCY_MEANINGS[rules.concurrency],
+        ),
+        Comparison(
+            line="KV cache size",
+            logged=log.num_tokens,
+            low=tokens[0],
+            high=tokens[1],
+            unit="tokens",
+            how=f"from {how}",
+            meaning=log.explanation,
+        ),
+    ]
+
+
+def _caveats(log: StartupLog, drafter: DFlash2Config | None) -> list[str]:
+    notes = []
+    if log.speculative and drafter is None:
+        notes.append(
+            "The engine ran with a drafter and none was given here: its layers are missing."
+        )
+    if drafter is not None and log.speculative is False:
+        notes.append("A drafter was given, but the engine ran without one.")
+    for what, size in (
+        ("pipeline", log.pipeline_parallel_size),
+        ("decode context", log.decode_context_parallel_size),
+    ):
+        if size is not None and size > 1:
+            notes.append(
+                f"The engine ran {what} parallel over {size}, which is not predicted here."
+            )
+    return notes
+
+
+def figure(value: float, unit: str) -> str:
+    """A number with its unit, as the log writes it."""
+    if unit == "bytes":
+        return gib(value)
+    if unit == "x":
+        return f"{value:,.2f}x"
+    return f"{value:,.0f} {unit}"
