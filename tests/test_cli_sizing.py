@@ -115,9 +115,26 @@ def test_a_drafter_s_folder_gives_its_shape(tmp_path: Path) -> None:
     assert len(value["engine"]["groups"]) == 53  # groups as thin as the rarest kind of layer
 
 
+def test_a_drafter_that_is_not_here_is_assumed_and_said() -> None:
+    asked = ("plan", "beam-501b", "--gpu", "GB200", "--gpus", "8", "--weights", "nvfp4")
+    value = document(*asked, "--context", "4096", "--drafter", "org/drafter")
+    assert value["per_gpu"]["weights"]["drafter"] > 0
+    assert any("counted with the shape of beam-501b-dflash2" in note for note in value["notes"])
+    tiny = document("plan", "beam-tiny", "--gpu", "H200", "--context", "99", "--drafter", "org/x")
+    assert tiny["per_gpu"]["weights"]["drafter"] == 0
+    assert any("not counted" in note for note in tiny["notes"])
+    assert not any("counted" in note for note in document(*asked, "--context", "4096")["notes"])
+
+
 def test_pages_say_how_each_figure_is_known() -> None:
     page = run("kv", "beam-501b", "--context", "131072", "--drafter").stdout
-    for words in ("ideal", "engine admission bound (vLLM 0.33)", "naive", "refused", "binding:"):
+    for words in (
+        "ideal",
+        "engine admission bound (vLLM 0.33)",
+        "naive",
+        "does not start",
+        "binding:",
+    ):
         assert words in page
     page = run("plan", "beam-501b", "--gpu", "H200", "--gpus", "8", "--context", "4096").stdout
     for words in ("modelled", "exact", "TP8 + EP8", "vllm serve", "of which the engine may use"):
@@ -128,11 +145,22 @@ def test_pages_say_how_each_figure_is_known() -> None:
     ("arguments", "says"),
     [
         ("kv nobody --context 9", "unknown model 'nobody'"),
-        ("kv beam-501b --context 0", "context must be from 1"),
+        ("kv beam-501b --context 0", "context must be a whole number from 1"),
         ("kv beam-501b --context -4096", "not -4,096"),
         ("kv beam-501b --context 9999999999999999999999", "far beyond any model"),
         ("kv beam-501b --context 9 --tp 7", "use one of 1, 2, 4, 8, 16, 24, 48"),
         ("kv beam-501b --context 9 --block-size 0", "block size must be"),
+        ("kv beam-501b --context 9 --block-size 24", "multiple of 16 tokens, not 24"),
+        ("kv '' --context 9", "the model's name is empty"),
+        ("kv beam-501b --context 9 --drafter-config ''", "the drafter's name is empty"),
+        ("plan beam-501b --gpu H200 --gpus 8 --context 9 --checkpoint ''", "checkpoint is empty"),
+        ("plan beam-501b --gpu H200 --gpus 8 --context 9 --checkpoint=-x", "begins with -"),
+        ("plan beam-501b --gpu H200 --gpus 8 --dp 0 --context 9", "dp must be a whole number"),
+        ("plan beam-501b --gpu H200 --gpus 8 --context 9 --drafter /etc/hosts", "unknown drafter"),
+        (
+            "plan beam-501b --gpu H200 --gpus 8 --context 9 --no-speculation --drafter x",
+            "contradict each other",
+        ),
         ("kv beam-501b --context 9 --drafter-config /nowhere", "unknown drafter '/nowhere'"),
         ("kv beam-tiny --context 9 --drafter", "no drafter is known for 'beam-tiny'"),
         ("kv beam-tiny --context 4096", "from 1 to 2,048"),
@@ -144,7 +172,10 @@ def test_pages_say_how_each_figure_is_known() -> None:
         ("plan beam-501b --gpu H200 --tp 0 --context 9", "tp must be a whole number"),
         ("plan beam-501b --gpu H200 --context 9 --weights int4", "unknown weights 'int4'"),
         ("plan beam-501b --gpu H200 --context 9 --utilization 2", "at most 1"),
-        ("plan beam-501b --gpu H200 --context 9 --speculative-tokens 0", "from 1 to 1,023"),
+        (
+            "plan beam-501b --gpu H200 --context 9 --speculative-tokens 0",
+            "from 1 to 1,023",
+        ),
     ],
 )
 def test_wrong_values_are_one_sentence(arguments: str, says: str) -> None:

@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 
 from workbench.datasheet import sheet
-from workbench.model.kv_planner import KVLayer, KVPlan, SizingError, admission_blocks, plan_groups
+from workbench.model.asked import SizingError
+from workbench.model.kv_inverse import max_context
+from workbench.model.kv_planner import KVLayer, KVPlan, admission_blocks, plan_groups
 from workbench.model.layout import Layout
 from workbench.model.plan import Plan, make_plan
 from workbench.model.presets import beam_501b, beam_501b_dflash2
 from workbench.model.serve_command import Speculation
-from workbench.model.sizing import max_context, size_kv
+from workbench.model.sizing import size_kv
 
 HERE = Path(__file__).parent
 RECORD = HERE / "data" / "engine_kv_figures.json"

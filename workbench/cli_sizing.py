@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workbench.cli_options import Json, Model, answer
+from workbench.model.asked import SizingError, shown
 
 if TYPE_CHECKING:
     from workbench.datasheet import GpuSheet
     from workbench.model.drafter_config import DFlash2Config
+    from workbench.model.layout import Layout
 
 
 class CacheDtype(StrEnum):
@@ -60,7 +62,7 @@ def kv(
     from workbench.model.sizing import size_kv
 
     resolved = resolve(model)
-    shape = _drafter(model, drafter_config, wanted=drafter)
+    shape = _drafter_of_kv(model, drafter_config, wanted=drafter)
     if shape is not None:
         shape.check_target(resolved.config)
     sizing = size_kv(
@@ -134,16 +136,17 @@ def plan(
     json: Json = False,
 ) -> None:
     """What fits on which GPUs, how far it goes, and the engine command that runs it."""
-    from workbench.model.layout import Layout
+    from dataclasses import replace
+
     from workbench.model.plan import all_plans, make_plan
     from workbench.model.presets import resolve
     from workbench.model.serve_command import Speculation
 
     resolved = resolve(model)
     card, found = _gpu(gpu)
-    shape = _drafter(model, drafter, wanted=speculation, needed=False) if speculation else None
-    if shape is not None:
-        shape.check_target(resolved.config)
+    if drafter is not None and not speculation:
+        raise SizingError("--drafter and --no-speculation contradict each other; leave one out")
+    shape, assumed = _drafter_of_plan(model, drafter) if speculation else (None, "")
     asked = (
         Speculation(drafter=drafter, tokens=speculative_tokens, adaptive=adaptive)
         if speculation and (shape is not None or drafter is not None)
@@ -151,13 +154,7 @@ def plan(
     )
     layout = None
     if tp is not None or dp is not None or ep is not None:
-        if tp is None and dp is None:
-            tp, dp = gpus if gpus is not None else found, 1
-        elif tp is None:
-            tp = _share(gpus, dp or 1, "--dp")
-        elif dp is None:
-            dp = _share(gpus, tp, "--tp") if gpus is not None else 1
-        layout = Layout(tp=tp, dp=dp or 1, expert_parallel=bool(ep))
+        layout = _layout(gpus, found, tp, dp, bool(ep))
     settings: dict[str, Any] = {
         "gpus": gpus if gpus is not None or layout is not None else found,
         "weights": weights,
@@ -174,6 +171,8 @@ def plan(
         "name": resolved.name,
     }
     best = make_plan(resolved.config, card, layout=layout, **settings)
+    if assumed:
+        best = replace(best, notes=(*best.notes, assumed))
     if json:
         answer(best.to_dict())
     else:
@@ -183,48 +182,78 @@ def plan(
         plans = all_plans(resolved.config, card, **settings) if layout is None else (best,)
         plan_page(best, plans, out())
     if not best.runs:
-        from workbench.model.kv_planner import SizingError
-
         raise SizingError(best.verdict)
 
 
-def _share(gpus: int | None, ranks: int, option: str) -> int:
-    from workbench.model.kv_planner import SizingError
+def _layout(gpus: int | None, found: int, tp: int | None, dp: int | None, ep: bool) -> Layout:
+    """The layout that the options name; what they leave open follows from the number of GPUs."""
+    from workbench.model.layout import Layout
 
-    if gpus is None:
+    if tp is None and dp is None:
+        tp = gpus if gpus is not None else found
+    elif tp is None and dp is not None:
+        tp = _share(gpus, dp, "--dp")
+    elif dp is None and tp is not None:
+        dp = _share(gpus, tp, "--tp")
+    return Layout(
+        tp=tp if tp is not None else 1, dp=dp if dp is not None else 1, expert_parallel=ep
+    )
+
+
+def _share(gpus: int | None, ranks: int, option: str) -> int:
+    if gpus is None or ranks < 1:  # a wrong number is refused by the layout itself
         return 1
-    if ranks < 1 or gpus % ranks:
+    if gpus % ranks:
         raise SizingError(f"{option} {ranks} does not divide {gpus} GPUs; choose a divisor")
     return gpus // ranks
 
 
-def _drafter(
-    model: str, folder: str | None, *, wanted: bool, needed: bool = True
-) -> DFlash2Config | None:
-    """The shape of the drafter to count: the folder's, else the one known for the model."""
-    from pathlib import Path
-
-    from workbench.model.kv_planner import SizingError
+def _drafter_of_kv(model: str, folder: str | None, *, wanted: bool) -> DFlash2Config | None:
+    """The drafter to count: the folder's, or the one known for the model."""
     from workbench.model.presets import drafter_of, resolve_drafter
 
-    # A drafter that is not here (a name the engine downloads) has the known shape.
-    if folder is not None and (needed or Path(folder).is_dir()):
+    if folder is not None:
         return resolve_drafter(folder).config
     if not wanted:
         return None
     name = drafter_of(model)
-    if name is None and needed:
+    if name is None:
         raise SizingError(
-            f"no drafter is known for {model!r}; give --drafter-config with a folder that holds "
-            "the drafter's config.json"
+            f"no drafter is known for {shown(model)}; give --drafter-config with a folder that "
+            "holds the drafter's config.json"
         )
-    return None if name is None else resolve_drafter(name).config
+    return resolve_drafter(name).config
+
+
+def _drafter_of_plan(model: str, drafter: str | None) -> tuple[DFlash2Config | None, str]:
+    """The drafter to count, and a note where its shape was assumed.
+
+    What exists here must be a drafter's folder. A path or name that does not is the engine's to
+    find; the drafter known for the model lends it its shape.
+    """
+    from pathlib import Path
+
+    from workbench.model.asked import path
+    from workbench.model.presets import drafter_of, resolve_drafter
+
+    given = path("drafter", drafter)
+    if given is not None:
+        try:
+            here = Path(given).exists() or Path(given).is_symlink()
+        except (OSError, ValueError):  # too long, or a loop of links
+            here = True
+        if here:
+            return resolve_drafter(given).config, ""
+    name = drafter_of(model)
+    if name is None:
+        return None, ""
+    note = "" if given is None else f"{shown(given)} is not here: counted with the shape of {name}"
+    return resolve_drafter(name).config, note
 
 
 def _gpu(name: str) -> tuple[GpuSheet, int]:
     """The data sheet and how many such GPUs to take when nobody says."""
     from workbench.datasheet import detected, sheet
-    from workbench.model.kv_planner import SizingError
 
     if name.lower() != "detected":
         return sheet(name), 1

@@ -264,6 +264,8 @@ def sheet(name: str) -> GpuSheet:
     :class:`UnknownGpuError` for any other name, and for a variant of one of these cards whose
     figures differ (H100 PCIe, H100 NVL, H200 NVL, a MIG slice), naming what is known.
     """
+    if not isinstance(name, str):
+        raise UnknownGpuError(f"the name of a GPU is text, not {name!r:.40}; one is GB200")
     plain = re.sub(r"[\s_-]+", " ", name).strip().upper().removeprefix("NVIDIA ")
     if plain in ALIASES:
         return SHEETS[ALIASES[plain]]

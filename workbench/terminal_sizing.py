@@ -42,9 +42,6 @@ def kv_page(model: str, sizing: KVSizing, console: Console) -> None:
     table = _table("one GPU, exact", "full", "sliding", "drafter", "padding", "total", "of naive")
     naive = sizing.per_gpu("naive").total
     for account in ACCOUNTS:
-        if account == "hybrid_off" and sizing.hybrid_off_refusal:
-            table.add_row(ACCOUNT_NAMES[account], *["-"] * 4, "refused", "-")
-            continue
         b = sizing.per_gpu(account)
         table.add_row(
             ACCOUNT_NAMES[account],
@@ -53,7 +50,7 @@ def kv_page(model: str, sizing: KVSizing, console: Console) -> None:
         )
     console.print(table)
     if sizing.hybrid_off_refusal:
-        console.print(Text(f"refused: {sizing.hybrid_off_refusal}", style="dim"))
+        console.print(Text(f"hybrid manager off: {sizing.hybrid_off_refusal}", style="dim"))
     console.print(f"binding: {sizing.binding_sentence}")
     console.print()
     copies = "" if sizing.replicas == 1 else f" ({sizing.replicas} copies of each KV head)"

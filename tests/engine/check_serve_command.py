@@ -2,7 +2,7 @@
 
 Run with a Python environment with vllm 0.33.0 (README.md beside this file):
 
-    workbench plan ... | python tests/engine/check_serve_command.py
+    workbench plan ... --json | jq -c .arguments | python tests/engine/check_serve_command.py
 
 Standard input has one command on each line: a shell command ("vllm serve MODEL --flag ...") or a
 JSON list of its words. One JSON object for each goes to standard output:

@@ -753,7 +753,7 @@ def test_devices_that_cannot_be_computed_on(device: Any) -> None:
 
 @pytest.mark.parametrize("model", [None, 5, b"x", "~nosuchuser/x"])
 def test_models_that_are_no_path(model: Any) -> None:
-    with pytest.raises(WorkbenchError, match=r"not a path|not known here"):
+    with pytest.raises(WorkbenchError, match=r"a name or a folder, not|not known here"):
         load(model)
 
 

@@ -11,18 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.errors import ConfigError, WorkbenchError
+from workbench.model.asked import SizingError
 from workbench.model.config import BeamConfig
-from workbench.model.kv_planner import SizingError
+from workbench.model.kv_inverse import fits, max_context, max_sequences
 from workbench.model.presets import beam_501b, beam_501b_dflash2
-from workbench.model.sizing import (
-    ACCOUNTS,
-    Account,
-    KVSizing,
-    fits,
-    max_context,
-    max_sequences,
-    size_kv,
-)
+from workbench.model.sizing import ACCOUNTS, Account, KVSizing, size_kv
 
 BEAM = beam_501b().config
 DRAFTER = beam_501b_dflash2().config
@@ -113,14 +106,62 @@ def test_binding_term_changes_where_the_context_outgrows_window_and_batches() ->
     assert size_kv(full, context=100).binding == "no_sliding_layers"
 
 
+def test_binding_is_of_the_layers_it_speaks_of() -> None:
+    """Between the bounds of two windows, and where only a drafter has windows."""
+    between = size_kv(BEAM, context=17_000, drafter=DRAFTER)
+    assert between.binding == "in_flight_tokens"
+    assert "a sliding layer holds 16,895 tokens" in between.binding_sentence
+    assert "the drafter's hold 17,000" in between.binding_sentence
+    beyond = size_kv(BEAM, context=100_000, drafter=DRAFTER)
+    assert "the drafter's hold 18,431" in beyond.binding_sentence
+    full = BEAM.replace(layer_types=("full_attention",) * 52)
+    only = size_kv(full, context=100_000, drafter=DRAFTER)
+    assert "a layer of the drafter holds 18,431 tokens" in only.binding_sentence
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    import numpy as np
+
+    asked: Any = {"context": np.int64(9000), "sequences": np.int32(2), "tp": np.int8(8)}
+    ours = size_kv(BEAM, **asked)
+    assert ours == size_kv(BEAM, context=9000, sequences=2, tp=8)
+    budget: Any = np.int64(2**32)
+    assert max_context(BEAM, budget) == max_context(BEAM, 2**32)
+    with pytest.raises(SizingError, match=r"not array\(\[1, 2\]\)"):
+        size_kv(BEAM, **(asked | {"context": np.array([1, 2])}))
+
+
+def test_limits_of_a_search_are_taken_or_refused() -> None:
+    assert max_context(BEAM, 1 << 40, limit=1 << 30) == 1_048_576
+    assert max_context(BEAM, 1 << 40, limit=100) == 100
+    assert max_context(BEAM, 1) == max_context(BEAM, -5) == 0
+    wrong: list[Any] = [float("nan"), "8", None, True, 1.5]
+    for budget in wrong:
+        with pytest.raises(SizingError, match="whole number of bytes"):
+            max_context(BEAM, budget)
+    with pytest.raises(SizingError, match="limit must be a whole number"):
+        max_context(BEAM, 1, limit=0)
+
+
+def test_absurd_numbers_of_heads_are_answered_at_once() -> None:
+    crowd = BEAM.replace(num_attention_heads=1 << 40, num_key_value_heads=1 << 39)
+    started = time.perf_counter()
+    with pytest.raises(SizingError, match="use one of 1, 2, 4"):
+        size_kv(crowd, context=8, tp=3)
+    size_kv(crowd, context=8)
+    assert time.perf_counter() - started < 0.5
+
+
 def test_hybrid_off_with_a_drafter_of_another_window_is_refused_in_words() -> None:
     sizing = size_kv(BEAM, context=4096, drafter=DRAFTER)
     assert sizing.hybrid_off_refusal is not None
     assert "512, 2048" in sizing.hybrid_off_refusal
-    with pytest.raises(SizingError, match="hybrid manager off"):
-        sizing.per_gpu("hybrid_off")
-    assert all(layer.hybrid_off_bytes is None for layer in sizing.per_layer)
+    assert sizing.hybrid_off_plan is None
+    # What it would take is said all the same: every layer at full length.
+    assert sizing.per_gpu("hybrid_off").total == 57 * 4096 * 2 * 8 * 128 * 2
+    assert {x.hybrid_off_bytes for x in sizing.per_layer} == {4096 * 2 * 8 * 128 * 2}
     same = size_kv(BEAM, context=4096, drafter=DRAFTER.replace(sliding_window=512))
+    assert same.hybrid_off_refusal is None
     assert same.per_gpu("hybrid_off").total == 57 * 4096 * 2 * 8 * 128 * 2
 
 
@@ -157,7 +198,7 @@ ASKED = st.fixed_dictionaries(
         "sequences": st.integers(1, 4096),
         "kv_dtype": st.sampled_from(["bf16", "fp8"]),
         "tp": st.sampled_from([1, 2, 4, 8, 16, 24, 48]),
-        "block_size": st.sampled_from([1, 16, 32, 64, 128, 256]),
+        "block_size": st.sampled_from([16, 32, 48, 64, 128, 256]),
         "batched_tokens": st.integers(1, 65_536),
         "async_scheduling": st.booleans(),
         "drafter": st.sampled_from([None, DRAFTER, DRAFTER.replace(sliding_window=512)]),
@@ -170,8 +211,7 @@ def drafter_fits(asked: dict[str, Any]) -> bool:
 
 
 def totals(sizing: KVSizing) -> dict[str, int]:
-    accounts = [a for a in ACCOUNTS if a != "hybrid_off" or sizing.hybrid_off_refusal is None]
-    return {account: sizing.per_gpu(account).total for account in accounts}
+    return {account: sizing.per_gpu(account).total for account in ACCOUNTS}
 
 
 @given(ASKED.filter(drafter_fits))
@@ -183,8 +223,7 @@ def test_never_below_ideal_and_layers_add_up(asked: dict[str, Any]) -> None:
     assert found["naive"] >= sizing.per_gpu("ideal").full + sizing.per_gpu("ideal").sliding
     for layer in sizing.per_layer:
         assert layer.admission_bytes >= layer.ideal_bytes
-        if layer.hybrid_off_bytes is not None:
-            assert layer.hybrid_off_bytes >= layer.ideal_bytes
+        assert layer.hybrid_off_bytes >= layer.ideal_bytes
     admission = sizing.per_gpu("admission")
     layers = sum(layer.admission_bytes for layer in sizing.per_layer)
     assert admission.total == layers + admission.padding
@@ -255,7 +294,7 @@ def test_pure_and_fast() -> None:
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"context": 0}, "context must be from 1 to 1,048,576 tokens, not 0"),
+        ({"context": 0}, "context must be a whole number from 1 to 1,048,576 tokens, not 0"),
         ({"context": -5}, "not -5"),
         ({"context": 1_048_577}, "not 1,048,577"),
         ({"context": 10**40}, "not a number far beyond any model"),
@@ -263,12 +302,15 @@ def test_pure_and_fast() -> None:
         ({"context": True}, "not True"),
         ({"context": float("nan")}, "not nan"),
         ({"context": "8k"}, "not '8k'"),
-        ({"context": 8, "sequences": 0}, "sequences must be from 1"),
-        ({"context": 8, "block_size": 0}, "block size must be from 1"),
-        ({"context": 8, "batched_tokens": -1}, "batched tokens must be from 1"),
+        ({"context": 8, "sequences": 0}, "sequences must be a whole number from 1"),
+        ({"context": 8, "block_size": 0}, "block size must be a whole number from 1"),
+        ({"context": 8, "batched_tokens": -1}, "batched tokens must be a whole number from 1"),
         ({"context": 8, "kv_dtype": "int4"}, "unknown KV dtype 'int4'; use one of bf16, fp8"),
         ({"context": 8, "async_scheduling": 2}, "async_scheduling must be true or false"),
-        ({"context": 8, "tp": 0}, "at least 1 rank, not 0"),
+        ({"context": 8, "tp": 0}, "(tp) must be a whole number from 1"),
+        ({"context": 8, "block_size": 8}, "block size must be a multiple of 16 tokens, not 8"),
+        ({"context": 8, "block_size": 24}, "multiple of 16"),
+        ({"context": None}, "not None"),
         ({"context": 8, "tp": 5}, "use one of 1, 2, 4, 8, 16, 24, 48"),
         ({"context": 8, "tp": 12}, "does not divide"),
         ({"context": 8, "tp": 24, "drafter": DRAFTER}, "32 query heads"),
@@ -300,7 +342,8 @@ def test_drafter_config_goes_to_json_and_back() -> None:
     [
         ({"dflash_config": None}, "dflash_config is missing"),
         ({"is_causal": True}, "is_causal must be false"),
-        ({"layer_types": ["full_attention"] * 5}, "must all be sliding_attention"),
+        ({"layer_types": ["full_attention"] * 5}, "must be sliding_attention"),
+        ({"layer_types": ["sliding_attention"] * 3}, "one for each layer"),
         ({"sliding_window": 0}, "sliding_window must be a whole number"),
         ({"num_attention_heads": 31}, "must be a multiple of"),
         ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number"),

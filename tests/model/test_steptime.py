@@ -11,9 +11,9 @@ import pytest
 
 from workbench.errors import WorkbenchError
 from workbench.kernels.roofline import Rates, data_sheet_rates, recorded_rates
+from workbench.model.asked import SizingError
 from workbench.model.config import BeamConfig
 from workbench.model.drafter_config import DFlash2Config, drafter_tensors
-from workbench.model.kv_planner import SizingError
 from workbench.model.layout import Layout
 from workbench.model.presets import beam_501b, beam_501b_dflash2, resolve
 from workbench.model.sizing import size_kv
@@ -597,13 +597,13 @@ def decode(**changes: Any) -> StepTime:
         (lambda: verify_step(BEAM, batch=1, context=9, draft_tokens=-1, rates=GB200),
          r"^draft_tokens must be 0 or more, not -1$"),
         (lambda: verify_step(BEAM, batch=1, context=1_048_576, draft_tokens=1, rates=GB200),
-         r"^context must be from 1 to 1,048,576 tokens with 1 drafted after them, not 1048576$"),
+         r"^context must be from 1 to 1,048,576 tokens with 1 drafted after them, not 1,048,576$"),
         (lambda: prefill_step(BEAM, sequences=1, tokens=0, rates=GB200),
          r"^tokens a sequence must be from 1 to"),
         (lambda: prefill_step(BEAM, sequences=1, tokens=9, earlier_context=-1, rates=GB200),
          r"^earlier_context must be 0 or more, not -1$"),
         (lambda: prefill_step(BEAM, sequences=1, tokens=9, earlier_context=1_048_570, rates=GB200),
-         r"^context must be from 1 to 1,048,576 tokens, not 1048579$"),
+         r"^context must be from 1 to 1,048,576 tokens, not 1,048,579$"),
         (lambda: draft_step(BEAM, DRAFTER, batch=1, context=9, draft_tokens=0, rates=GB200),
          r"^draft_tokens must be 1 or more, not 0$"),
         (lambda: draft_step(BEAM, DRAFTER, batch=1, context=9, draft_tokens=2048, rates=GB200),

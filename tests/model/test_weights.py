@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.errors import WorkbenchError
+from workbench.model.asked import SizingError
 from workbench.model.drafter_config import drafter_tensors
-from workbench.model.kv_planner import SizingError
 from workbench.model.layout import Layout, layouts
 from workbench.model.presets import beam_501b, beam_501b_dflash2, resolve
 from workbench.model.tensors import TensorSpec, tensor_specs
@@ -195,7 +195,7 @@ def test_given_experts_and_no_logits() -> None:
     for distinct in (-1.0, 257.0, float("nan")):
         with pytest.raises(SizingError, match="distinct experts must be from 0 to 256"):
             active_bytes(BEAM, 1, distinct=distinct)
-    with pytest.raises(SizingError, match="at least 1 token"):
+    with pytest.raises(SizingError, match="tokens of a step must be a whole number from 1"):
         active_bytes(BEAM, 0)
 
 

@@ -134,7 +134,7 @@ def data_sheet_rates(gpu: GpuSheet | str) -> Rates:
     Raises:
         UnknownGpuError: no sheet is held for this name.
     """
-    one = sheet(gpu) if isinstance(gpu, str) else gpu
+    one = gpu if isinstance(gpu, GpuSheet) else sheet(gpu)
     return Rates(
         label=one.name,
         kind="data sheet",

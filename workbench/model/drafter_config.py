@@ -134,10 +134,13 @@ class DFlash2Config:
         values.setdefault("rms_norm_eps", ENGINE_DEFAULTS["rms_norm_eps"])
         types = data.get("layer_types")
         if types is not None and (
-            not isinstance(types, list) or any(t != "sliding_attention" for t in types)
+            not isinstance(types, list)
+            or any(t != "sliding_attention" for t in types)
+            or len(types) != data.get("num_hidden_layers", len(types))
         ):
             raise ConfigError(
-                f"{where}: layer_types of a DFlash2 drafter must all be sliding_attention"
+                f"{where}: layer_types of a DFlash2 drafter must be sliding_attention, "
+                "one for each layer"
             )
         if data.get("is_causal", False) is not False:
             raise ConfigError(

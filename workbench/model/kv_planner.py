@@ -17,11 +17,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from workbench.errors import WorkbenchError
-
-
-class SizingError(WorkbenchError):
-    """A question about memory that has no answer: a size, layout or machine that cannot be."""
+from workbench.model.asked import SizingError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +169,11 @@ def _unified(layers: tuple[KVLayer, ...], block_size: int) -> KVPlan:
         )
     if all(layer.window is not None for layer in layers):
         return _single_group(layers, block_size)  # nothing to unify with: windows stay windows
+    return full_length(layers, block_size)
+
+
+def full_length(layers: tuple[KVLayer, ...], block_size: int) -> KVPlan:
+    """One group in which every layer keeps every token, whatever its window."""
     full = tuple(
         KVLayer(index=x.index, window=None, token_bytes=x.token_bytes, drafter=x.drafter)
         for x in layers

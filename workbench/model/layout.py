@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.model.config import BeamConfig, is_int, short
-from workbench.model.kv_planner import SizingError
-from workbench.model.sizing import check_heads
+from workbench.model.asked import SizingError, instance, whole
+from workbench.model.config import BeamConfig
+from workbench.model.kv_settings import check_heads
 
 MOST_GPUS = 1 << 16
 # The engine pads the vocabulary to this before it splits it (vLLM 0.33, VocabParallelEmbedding).
@@ -31,11 +31,9 @@ class Layout:
     expert_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("tp", self.tp), ("dp", self.dp)):
-            if not is_int(value) or not 1 <= value <= MOST_GPUS:
-                raise SizingError(
-                    f"{name} must be a whole number from 1 to {MOST_GPUS:,}, not {short(value)}"
-                )
+        for name in ("tp", "dp"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), MOST_GPUS))
+        instance("expert_parallel", self.expert_parallel, bool, "true or false")
 
     @property
     def gpus(self) -> int:
@@ -92,8 +90,7 @@ def layouts(config: BeamConfig, gpus: int) -> tuple[Layout, ...]:
 
     Tensor parallel first, then with more and more data parallelism, without EP before with it.
     """
-    if not is_int(gpus) or not 1 <= gpus <= MOST_GPUS:
-        raise SizingError(f"gpus must be a whole number from 1 to {MOST_GPUS:,}, not {short(gpus)}")
+    gpus = whole("gpus", gpus, MOST_GPUS)
     found = []
     for tp in sorted((n for n in range(1, gpus + 1) if not gpus % n), reverse=True):
         for expert_parallel in (False, True) if gpus > 1 else (False,):

@@ -1,43 +1,31 @@
 """A plan: these GPUs, these weights, so much context, so many sequences. Does it fit, how far?
 
 A GPU's memory goes, in this order, to what the engine may not touch (``1 - utilization``), the
-weights, the workspace (activations of one batch, CUDA context and graphs), and what is left is the
-KV cache's pool. Weights and KV cache are exact; the workspace is **modelled** and states so.
+weights, the workspace (activations of one batch, tables, the process), and what is left is the KV
+cache's pool. Weights and KV cache are exact; the workspace is **modelled** and states so.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 from workbench.datasheet import GpuSheet, sheet
-from workbench.model.config import BeamConfig, is_int, is_number, short
+from workbench.model.asked import SizingError, instance, path, shown, whole
+from workbench.model.config import BeamConfig, is_number
 from workbench.model.display import Shown, gib
 from workbench.model.drafter_config import DFlash2Config
-from workbench.model.kv_planner import SizingError
+from workbench.model.engine_limits import notes, refusals
+from workbench.model.kv_inverse import largest
+from workbench.model.kv_settings import MOST_SEQUENCES, KVDtype
 from workbench.model.layout import Layout, layouts
 from workbench.model.presets import config_of, drafter_config_of
 from workbench.model.serve_command import Speculation, engine_arguments, shell
-from workbench.model.sizing import (
-    MOST_SEQUENCES,
-    KVDtype,
-    KVSizing,
-    largest,
-    size_kv,
-)
-from workbench.model.weights import (
-    FP8_BLOCK,
-    NVFP4_GROUP,
-    Precision,
-    WeightSizing,
-    precision,
-    size_weights,
-)
+from workbench.model.sizing import KVSizing, size_kv
+from workbench.model.weights import Precision, WeightSizing, precision, size_weights
+from workbench.model.workspace import workspace_bytes
 
 UTILIZATION = 0.92  # the engine's default gpu_memory_utilization (vLLM 0.33)
-# NCCL's buffers and captured graphs: what a process holds beside its tensors. An allowance.
-PROCESS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -46,9 +34,9 @@ class Plan(Shown):
 
     ``kv`` sizes one data-parallel group: ``sequences`` is spread over ``layout.dp`` of them.
     ``workspace_bytes`` is modelled. ``max_context`` is the longest context at this concurrency,
-    ``max_sequences`` the most sequences at this context, over all groups; both by the engine's own
-    account, exactly, and 0 where nothing fits. ``refusals`` are reasons why the engine would not
-    start although the memory suffices.
+    ``max_sequences`` the most sequences at this context, over all groups and at most the batched
+    tokens of each; both by the engine's own account, exactly, and 0 where nothing fits.
+    ``refusals`` are reasons why the engine would not start although the memory suffices.
     """
 
     model: str
@@ -205,6 +193,7 @@ class Plan(Shown):
             },
             "max_context": self.max_context,
             "max_sequences": self.max_sequences,
+            "arguments": self.arguments,
             "serve_command": self.serve_command,
         }
 
@@ -254,17 +243,18 @@ def make_plan(
         "utilization": utilization,
         "name": name or (model if isinstance(model, str) else "the model"),
     }
-    config, gpu = config_of(model), sheet(gpu) if isinstance(gpu, str) else gpu
+    config, card = config_of(model), _card(gpu)
     if layout is not None:
+        instance("layout", layout, Layout, "a Layout, such as Layout(tp=8)")
         if gpus is not None and gpus != layout.gpus:
             raise SizingError(
-                f"{layout.name} takes {layout.gpus} GPUs, but {short(gpus)} are given; "
+                f"{layout.name} takes {layout.gpus} GPUs, but {shown(gpus)} are given; "
                 "make tp x dp equal to the number of GPUs"
             )
-        return _plan(config, gpu, layout, **given | {"drafter": drafter_config_of(drafter)})
+        return _plan(config, card, layout, **given | {"drafter": drafter_config_of(drafter)})
     if gpus is None:
         raise SizingError("say on how many GPUs, or in which layout")
-    plans = all_plans(config, gpu, gpus=gpus, **given)
+    plans = all_plans(config, card, gpus=gpus, **given)
     return next((plan for plan in plans if plan.runs), plans[0])
 
 
@@ -276,7 +266,7 @@ def all_plans(
     Raises:
         SizingError: as there.
     """
-    config, gpu = config_of(model), sheet(gpu) if isinstance(gpu, str) else gpu
+    config, card = config_of(model), _card(gpu)
     found = layouts(config, gpus)
     if not found:
         raise SizingError(
@@ -291,12 +281,19 @@ def all_plans(
     refused: SizingError | None = None
     for layout in found:
         try:
-            plans.append(_plan(config, gpu, layout, **options))
+            plans.append(_plan(config, card, layout, **options))
         except SizingError as error:  # a layout that the drafter cannot follow
             refused = error
     if not plans:
         raise refused or SizingError("no layout can be planned")
     return tuple(plans)
+
+
+def _card(gpu: GpuSheet | str) -> GpuSheet:
+    if isinstance(gpu, str):
+        return sheet(gpu)
+    instance("gpu", gpu, GpuSheet, "the name of a GPU or its GpuSheet")
+    return gpu
 
 
 def _plan(
@@ -317,12 +314,16 @@ def _plan(
     utilization: float = UTILIZATION,
     name: str = "the model",
 ) -> Plan:
+    if speculation is not None:
+        instance("speculation", speculation, Speculation, "a Speculation, or None")
+    checkpoint = path("checkpoint", checkpoint)
     if not is_number(utilization) or not 0 < utilization <= 1:
         raise SizingError(
-            f"gpu memory utilization must be above 0 and at most 1, not {short(utilization)}"
+            f"gpu memory utilization must be above 0 and at most 1, not {shown(utilization)}"
         )
-    if not is_int(sequences) or not 1 <= sequences <= MOST_SEQUENCES:
-        raise SizingError(f"sequences must be from 1 to {MOST_SEQUENCES:,}, not {short(sequences)}")
+    sequences = whole("sequences", sequences, MOST_SEQUENCES)
+    if drafter is not None:
+        drafter.check_target(config)
     sized = size_weights(config, weights, layout, drafter)
     settings: dict[str, Any] = {
         "kv_dtype": kv_dtype,
@@ -334,6 +335,7 @@ def _plan(
     }
     group = -(-sequences // layout.dp)
     kv = size_kv(config, context=context, sequences=group, **settings)
+    batched_tokens = kv.settings.batched_tokens
     workspace = workspace_bytes(config, layout, batched_tokens, group, speculation, drafter)
     room = int(gpu.usable_bytes * utilization) - sized.per_gpu_bytes
 
@@ -343,6 +345,7 @@ def _plan(
         work = workspace_bytes(config, layout, batched_tokens, count, speculation, drafter)
         return needed + work <= room
 
+    most = min(MOST_SEQUENCES, batched_tokens)  # the engine wants a token for each sequence
     return Plan(
         model=name,
         config=config,
@@ -355,117 +358,9 @@ def _plan(
         utilization=utilization,
         workspace_bytes=workspace,
         max_context=largest(config.max_position_embeddings, lambda n: holds(n, group)),
-        max_sequences=layout.dp * largest(MOST_SEQUENCES, lambda n: holds(context, n)),
+        max_sequences=layout.dp * largest(most, lambda n: holds(kv.settings.context, n)),
         speculation=speculation,
         checkpoint=checkpoint,
-        refusals=refusals(config, weights, layout),
-        notes=_notes(config, weights, layout, gpu, group, batched_tokens, speculation),
+        refusals=refusals(config, weights, layout, kv.settings, speculation),
+        notes=notes(config, weights, layout, gpu, kv.settings, drafter, speculation),
     )
-
-
-def workspace_bytes(
-    config: BeamConfig,
-    layout: Layout,
-    batched_tokens: int,
-    sequences: int,
-    speculation: Speculation | None = None,
-    drafter: DFlash2Config | None = None,
-) -> int:
-    """Bytes one GPU needs beside weights and KV cache. **Modelled**, not the engine's own figure.
-
-    The residual stream with its norms, the wider of attention projections and the experts' two
-    scratch buffers (as vLLM 0.33's Triton experts lay them out: one row of every chosen expert for
-    every token that meets there), the logits of every row that is sampled in FP32,
-    :func:`rotary_bytes` and :data:`PROCESS_BYTES`. Recorded starts of the engine on one H200 took
-    0.5 to 0.9 GiB less (``tests/model/test_plan.py``).
-    """
-    c, hidden = config, config.hidden_size
-    stream = 4 * batched_tokens * hidden * 2
-    attention = batched_tokens * (2 * c.q_size + 2 * c.kv_size) // layout.tp * 2
-    experts = 0
-    if c.sparse_layers:
-        # Under data parallelism the groups' tokens meet in the experts.
-        chosen = batched_tokens * layout.dp * c.num_experts_per_tok
-        width = c.moe_intermediate_size // layout.expert_slices
-        experts = chosen * (max(width, hidden) + max(2 * width, hidden)) * 2
-    rows = sequences * (1 + (speculation.tokens if speculation else 0))
-    logits = min(rows, batched_tokens) * c.vocab_size * 4
-    tables = rotary_bytes(config, drafter)
-    return stream + max(attention, experts) + logits + tables + PROCESS_BYTES
-
-
-def rotary_bytes(config: BeamConfig, drafter: DFlash2Config | None = None) -> int:
-    """Bytes of the cosines and sines of every position, which each GPU holds once. Exact.
-
-    FP32 for the model's sliding layers, BF16 for a drafter (vLLM 0.33): half a GiB at one million
-    positions.
-    """
-    size = 4 * config.max_position_embeddings * config.head_dim if config.sliding_layers else 0
-    if drafter is not None:
-        size += 2 * drafter.max_position_embeddings * drafter.head_dim
-    return size
-
-
-def refusals(config: BeamConfig, weights: Precision, layout: Layout) -> tuple[str, ...]:
-    """Why vLLM 0.33 would not load such weights in such a layout; empty where it would."""
-    reasons = []
-    if layout.expert_parallel and layout.tp > 1 and layout.dp > 1:
-        reasons.append(
-            "its Beam takes expert parallelism with tensor or with data parallelism, not with both "
-            "at once; use TP or DP alone"
-        )
-    slices = {"attention": config.q_size // layout.tp}
-    if len(config.sparse_layers) < config.num_hidden_layers:
-        slices["dense_mlp"] = config.intermediate_size // layout.tp
-    if config.sparse_layers:
-        slices["experts"] = config.moe_intermediate_size // layout.expert_slices
-    for part, width in slices.items():
-        dtype, step = getattr(weights, part), 1
-        if dtype == "nvfp4":
-            step = NVFP4_GROUP
-        elif dtype == "fp8" and part != "experts" and layout.tp > 1:
-            step = FP8_BLOCK  # the blocks of the experts are refined instead, see weights.py
-        if width % step:
-            reasons.append(
-                f"a GPU's slice of the {part.replace('_', ' ')} is {width} wide, no multiple of "
-                f"the {step} numbers that share a scale in {dtype}; use fewer ranks"
-            )
-    return tuple(reasons)
-
-
-def _notes(
-    config: BeamConfig,
-    weights: Precision,
-    layout: Layout,
-    gpu: GpuSheet,
-    sequences: int,
-    batched_tokens: int,
-    speculation: Speculation | None,
-) -> tuple[str, ...]:
-    notes = []
-    width = config.moe_intermediate_size // layout.expert_slices
-    if config.sparse_layers and weights.experts == "fp8" and width % FP8_BLOCK:
-        block = gcd(FP8_BLOCK, width)
-        notes.append(
-            f"the experts' slice of {width} is no multiple of {FP8_BLOCK}: the engine refines the "
-            f"FP8 scale blocks to {block} x {block}, which only its Triton kernels take"
-        )
-    if config.sparse_layers and weights.experts == "nvfp4" and width % 64:
-        notes.append(
-            f"the experts' slice of {width} is no multiple of 64: the engine's TRT-LLM kernels pad "
-            f"it to {-(-width // 64) * 64}, which is not counted here"
-        )
-    if layout.gpus > gpu.nvlink_domain:
-        notes.append(
-            f"{layout.gpus} GPUs are more than the {gpu.nvlink_domain} that NVLink joins: the "
-            "command starts one node of several"
-        )
-    if speculation is not None and sequences * (speculation.tokens + 1) > batched_tokens:
-        cap = batched_tokens // (speculation.tokens + 1)
-        notes.append(
-            f"with {speculation.tokens} speculative tokens the engine runs at most {cap:,} "
-            f"sequences a group at once (batched tokens / {speculation.tokens + 1}); raise the "
-            "batched tokens for more"
-        )
-    return tuple(notes)
-

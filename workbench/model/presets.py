@@ -9,6 +9,7 @@ from pathlib import Path
 
 from workbench.errors import ModelNotFoundError
 from workbench.files import expand
+from workbench.model.asked import shown
 from workbench.model.config import (
     ENGINE_DEFAULTS,
     AttentionType,
@@ -179,13 +180,13 @@ def resolve_drafter(drafter: str | Path) -> ResolvedDrafter:
         FileError: ``drafter`` is not a path, or is in the home folder of an unknown user.
         ConfigError: the folder's ``config.json`` is unusable.
     """
-    name = str(drafter)
+    name = _name(drafter, "drafter")
     if name == "beam-501b-dflash2":
         return beam_501b_dflash2()
     folder = expand(drafter)
     if not folder.is_dir():
         raise ModelNotFoundError(
-            f"unknown drafter {name!r}: use beam-501b-dflash2, or a folder with config.json"
+            f"unknown drafter {shown(name)}: use beam-501b-dflash2, or a folder with config.json"
         )
     config = DFlash2Config.from_json(folder)
     given = Source(kind="checkpoint", note="config.json")
@@ -224,7 +225,7 @@ def resolve(model: str | Path) -> ResolvedModel:
         FileError: ``model`` is not a path, or is in the home folder of an unknown user.
         ConfigError: the folder's ``config.json`` is unusable.
     """
-    name = str(model)
+    name = _name(model, "model")
     if name == "beam-501b":
         return beam_501b()
     if name in bundled():
@@ -233,9 +234,17 @@ def resolve(model: str | Path) -> ResolvedModel:
     if folder.is_dir():
         return _from_folder(folder, name, Source(kind="checkpoint", note="config.json"))
     raise ModelNotFoundError(
-        f"unknown model {name!r}: use one of {', '.join(known_models())}, "
+        f"unknown model {shown(name)}: use one of {', '.join(known_models())}, "
         "or a folder with config.json"
     )
+
+
+def _name(given: str | Path, what: str) -> str:
+    if not isinstance(given, str | Path):
+        raise ModelNotFoundError(f"a {what} is a name or a folder, not {shown(given)}")
+    if not str(given).strip():
+        raise ModelNotFoundError(f"the {what}'s name is empty; give a name or a folder")
+    return str(given)
 
 
 def _from_folder(folder: Path, name: str, given: Source) -> ResolvedModel:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from workbench.model.kv_planner import SizingError
+from workbench.model.asked import SizingError
 
 ReferenceKind = Literal["published", "recorded"]
 Unit = Literal["ms", "tokens/s", "ratio"]
@@ -83,7 +83,7 @@ _ALL = (
     _recorded("decode, batch 128, context 1k", 32.7, f"{VLLM}, tuned MoE file (33.8 without)"),
     *(
         _recorded(
-            f"graph replay, {rows} tokens",
+            f"graph replay, {rows} token{'s' * (rows > 1)}",
             value,
             f"{VLLM}, graph replay alone; context and routing not recorded"
             + (" (the whole step at batch 128, context 1k, was shorter: 33.8)" * (rows == 128)),

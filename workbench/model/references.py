@@ -15,10 +15,10 @@ from typing import Any, get_args
 
 from workbench.kernels.roofline import Rates, data_sheet_rates, recorded_rates
 from workbench.model.config import BeamConfig
+from workbench.model.kv_settings import KVDtype
 from workbench.model.layout import Layout
 from workbench.model.presets import beam_501b, beam_501b_dflash2
 from workbench.model.reference_figures import REFERENCES, Reference, reference
-from workbench.model.sizing import KVDtype
 from workbench.model.step_values import DispatchDtype
 from workbench.model.steptime import (
     StepTime,
@@ -365,7 +365,7 @@ def _decode_h200() -> list[Comparison]:
 def _replays_h200() -> list[Comparison]:
     return [
         _of_step(
-            f"graph replay, {rows} tokens",
+            f"graph replay, {rows} token{'s' * (rows > 1)}",
             _rank(rows, 1024),
             f"{_RANK}; context 1,024 a token (not recorded); uniform routing",
             "the roofline leaves out small kernels and tile efficiency of the experts; what both "

@@ -6,13 +6,16 @@ import json
 import shlex
 from dataclasses import dataclass
 
-from workbench.model.kv_planner import SizingError
+from workbench.model.asked import instance, path, whole
+from workbench.model.kv_settings import KVSettings
 from workbench.model.layout import Layout
-from workbench.model.sizing import KVSettings
 
 # Where a path was not given the command says so, quoted: pasted as it is, it fails at once.
 NO_CHECKPOINT = "<path of the Beam checkpoint>"
 NO_DRAFTER = "<path of the DFlash2 drafter>"
+
+
+MOST_DRAFTS = 1023
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +27,9 @@ class Speculation:
     adaptive: bool = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.tokens <= 1023:
-            raise SizingError(f"speculative tokens must be from 1 to 1,023, not {self.tokens}")
+        object.__setattr__(self, "tokens", whole("speculative tokens", self.tokens, MOST_DRAFTS))
+        object.__setattr__(self, "drafter", path("drafter", self.drafter))
+        instance("adaptive", self.adaptive, bool, "true or false")
 
 
 def engine_arguments(
@@ -53,7 +57,7 @@ def engine_arguments(
     words += ["--max-model-len", str(kv.context)]
     words += ["--max-num-seqs", str(sequences)]
     words += ["--max-num-batched-tokens", str(kv.batched_tokens)]
-    words += ["--gpu-memory-utilization", f"{utilization:g}"]
+    words += ["--gpu-memory-utilization", repr(float(utilization))]
     if not kv.async_scheduling:
         words.append("--no-async-scheduling")
     words += ["--reasoning-parser", "beam", "--tool-call-parser", "beam"]

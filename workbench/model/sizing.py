@@ -18,57 +18,35 @@ FP8 means one byte a number with scales per tensor, which take no bytes a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, Literal
 
-from workbench.model.config import AttentionType, BeamConfig, is_int, short
+from workbench.model.asked import SizingError
+from workbench.model.config import AttentionType, BeamConfig
 from workbench.model.display import Shown, gib
 from workbench.model.drafter_config import DFlash2Config
 from workbench.model.kv_planner import (
     KVLayer,
     KVPlan,
-    SizingError,
     admission_blocks,
+    full_length,
     plan_groups,
+)
+from workbench.model.kv_settings import (
+    KV_WIDTH,
+    KVDtype,
+    KVSettings,
+    check_heads,
+    checked_settings,
 )
 from workbench.model.presets import config_of, drafter_config_of
 
-KVDtype = Literal["bf16", "fp8"]
 Account = Literal["ideal", "admission", "hybrid_off", "naive"]
 Binding = Literal["in_flight_tokens", "max_model_len", "no_sliding_layers"]
 
-KV_WIDTH: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp8": 1})
 ACCOUNTS: tuple[Account, ...] = ("ideal", "admission", "hybrid_off", "naive")
-
-MOST_SEQUENCES = 1 << 20
-MOST_BATCHED_TOKENS = 1 << 24
-MOST_BLOCK = 1 << 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVSettings:
-    """What a sizing was asked for.
-
-    ``context`` and ``batched_tokens`` (the engine's ``max_num_batched_tokens``) count tokens,
-    ``tp`` tensor-parallel ranks, ``block_size`` tokens a block. ``context`` is each sequence's
-    length and, for the engine's account, its ``max_model_len``.
-    """
-
-    context: int
-    sequences: int = 1
-    kv_dtype: KVDtype = "bf16"
-    tp: int = 1
-    block_size: int = 16
-    batched_tokens: int = 8192
-    async_scheduling: bool = True
-
-    @property
-    def in_flight_tokens(self) -> int:
-        """Tokens scheduled and not settled yet: two batches under asynchronous scheduling."""
-        return self.batched_tokens * (2 if self.async_scheduling else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +62,7 @@ class LayerKV:
     window: int | None
     ideal_bytes: int
     admission_bytes: int
-    hybrid_off_bytes: int | None
+    hybrid_off_bytes: int
     naive_bytes: int
 
 
@@ -124,8 +102,8 @@ class _Rank:
 
     kinds: tuple[_Kind, ...]
     plan: KVPlan
-    unified: KVPlan | None  # hybrid manager off; None where the engine refuses that
-    refusal: str
+    unified: KVPlan  # hybrid manager off
+    refusal: str  # why the engine would not start with it off
     replicas: int
 
 
@@ -184,8 +162,11 @@ class KVSizing(Shown):
     def per_gpu(self, account: Account) -> KVBytes:
         """Bytes on one GPU by one account.
 
+        ``hybrid_off`` is what every layer at full length takes, also where the engine would not
+        start like that (:attr:`hybrid_off_refusal`).
+
         Raises:
-            SizingError: ``hybrid_off`` where the engine refuses it (windows that differ).
+            SizingError: no such account.
         """
         s, rank = self.settings, self._rank
         if account == "ideal":
@@ -193,8 +174,6 @@ class KVSizing(Shown):
         if account == "naive":
             return self._bytes(lambda k: s.context * k.rank_bytes if k.name != "drafter" else 0)
         if account == "hybrid_off":
-            if rank.unified is None:
-                raise SizingError(rank.refusal)
             return self._engine_bytes(rank.unified)
         if account == "admission":
             return self._engine_bytes(rank.plan)
@@ -213,7 +192,7 @@ class KVSizing(Shown):
     @property
     def hybrid_off_plan(self) -> KVPlan | None:
         """The same with the hybrid manager off, None where the engine refuses that."""
-        return self._rank.unified
+        return None if self._rank.refusal else self._rank.unified
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -230,45 +209,52 @@ class KVSizing(Shown):
 
     @property
     def binding(self) -> Binding:
-        """Which term of the engine's bound holds for the sliding layers."""
-        windows = [k.window for k in self._rank.kinds if k.window is not None]
-        if not windows:
+        """Which term of the engine's bound holds for the model's sliding layers.
+
+        Of a model without any, which holds for its drafter's.
+        """
+        window = self._bound_window
+        if window is None:
             return "no_sliding_layers"
         s = self.settings
-        return (
-            "in_flight_tokens"
-            if max(windows) - 1 + s.in_flight_tokens < s.context
-            else "max_model_len"
-        )
+        held = window - 1 + s.in_flight_tokens
+        return "in_flight_tokens" if held < s.context else "max_model_len"
+
+    @property
+    def _bound_window(self) -> int | None:
+        windows = {k.name: k.window for k in self._rank.kinds}
+        return windows.get("sliding") or windows.get("drafter")
 
     @property
     def binding_sentence(self) -> str:
         """:attr:`binding` in words, with its numbers."""
-        s, window = self.settings, self.config.sliding_window
-        if self.binding == "no_sliding_layers":
+        s, window = self.settings, self._bound_window
+        if window is None:
             return f"every layer grows with the context, here {s.context:,} tokens"
+        whose = "a sliding layer" if self.config.sliding_layers else "a layer of the drafter"
         twice = "two batches of " if s.async_scheduling else ""
+        held = window - 1 + s.in_flight_tokens
         sum_ = f"window - 1 + in flight = {window - 1:,} + {s.in_flight_tokens:,}"
+        others = ""
+        if self.drafter is not None and self.drafter.sliding_window != window:
+            theirs = self.drafter.sliding_window - 1 + s.in_flight_tokens
+            others = f"; the drafter's hold {min(theirs, s.context):,}"
         if self.binding == "in_flight_tokens":
             return (
-                f"a sliding layer holds {window - 1 + s.in_flight_tokens:,} tokens ({sum_}, "
-                f"{twice}max_num_batched_tokens {s.batched_tokens:,}), whatever the context"
+                f"{whose} holds {held:,} tokens ({sum_}, {twice}max_num_batched_tokens "
+                f"{s.batched_tokens:,}), whatever the context{others}"
             )
         return (
-            f"a sliding layer holds the whole context of {s.context:,} tokens, because {sum_} "
-            "is no less"
+            f"{whose} holds the whole context of {s.context:,} tokens, because {sum_} is no less"
+            f"{others}"
         )
 
     @property
     def per_layer(self) -> tuple[LayerKV, ...]:
         """Every layer on one GPU, the drafter's last."""
-        s, plan, unified = self.settings, self._rank.plan, self._rank.unified
-        admission = dict.fromkeys(range(len(plan.layers)), 0)
-        for group in plan.groups:
-            blocks = admission_blocks(group.window, group.block_size, s.context, s.in_flight_tokens)
-            for position, page in zip(group.layers, group.pages, strict=True):
-                admission[position] = s.sequences * blocks * page
-        off_tokens = -(-s.context // s.block_size) * s.block_size
+        s, plan = self.settings, self._rank.plan
+        admission = self._layer_bytes(plan)
+        off = self._layer_bytes(self._rank.unified)
         rows = []
         for position, layer in enumerate(plan.layers):
             window = layer.window
@@ -281,9 +267,7 @@ class KVSizing(Shown):
                     window=window,
                     ideal_bytes=s.sequences * tokens * layer.token_bytes,
                     admission_bytes=admission[position],
-                    hybrid_off_bytes=None
-                    if unified is None
-                    else s.sequences * off_tokens * layer.token_bytes,
+                    hybrid_off_bytes=off[position],
                     naive_bytes=0 if layer.drafter else s.sequences * s.context * layer.token_bytes,
                 )
             )
@@ -299,9 +283,6 @@ class KVSizing(Shown):
             + "".join(f"{name:>13}" for name in ("full", "sliding", "drafter", "padding", "total")),
         ]
         for account in ACCOUNTS:
-            if account == "hybrid_off" and self.hybrid_off_refusal:
-                lines.append(f"{account:<12} refused by the engine")
-                continue
             b = self.per_gpu(account)
             parts = (b.full, b.sliding, b.drafter, b.padding, b.total)
             lines.append(f"{account:<12}" + "".join(f"{gib(size):>13}" for size in parts))
@@ -312,7 +293,7 @@ class KVSizing(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The JSON document of ``workbench kv --json``."""
         s, stored = self.settings, self.stored
-        off = None if self._rank.unified is None else self.per_gpu("hybrid_off").total
+        off = self.per_gpu("hybrid_off").total
         return {
             "context": s.context,
             "sequences": s.sequences,
@@ -379,25 +360,28 @@ class KVSizing(Shown):
             sums[kind.name] += self.settings.sequences * kind.layers * each(kind)
         return KVBytes(**sums)
 
-    def _engine_bytes(self, plan: KVPlan) -> KVBytes:
+    def _layer_bytes(self, plan: KVPlan) -> dict[int, int]:
+        """Bytes of each layer, by its place in the planner's list, in the engine's blocks."""
         s = self.settings
-        sums = {"full": 0, "sliding": 0, "drafter": 0}
-        total = 0
+        found: dict[int, int] = {}
         for group in plan.groups:
             blocks = s.sequences * admission_blocks(
                 group.window, group.block_size, s.context, s.in_flight_tokens
             )
-            total += blocks * plan.block_bytes
-            for position, page in zip(group.layers, group.pages, strict=True):
-                layer = plan.layers[position]
-                kind = (
-                    "drafter" if layer.drafter else "sliding" if self._is_sliding(layer) else "full"
-                )
-                sums[kind] += blocks * page
-        return KVBytes(**sums, padding=total - sum(sums.values()))
+            found |= {
+                place: blocks * page for place, page in zip(group.layers, group.pages, strict=True)
+            }
+        return found
 
-    def _is_sliding(self, layer: KVLayer) -> bool:
-        return self.config.layer_types[layer.index] == "sliding_attention"
+    def _engine_bytes(self, plan: KVPlan) -> KVBytes:
+        s = self.settings
+        sums = {"full": 0, "sliding": 0, "drafter": 0}
+        for position, size in self._layer_bytes(plan).items():
+            layer = plan.layers[position]
+            sliding = not layer.drafter and not self.config.is_full(layer.index)
+            sums["drafter" if layer.drafter else "sliding" if sliding else "full"] += size
+        total = s.sequences * plan.bytes_per_sequence(s.context, s.in_flight_tokens)
+        return KVBytes(**sums, padding=total - sum(sums.values()))
 
 
 # The engine whose accounting ``admission`` and ``hybrid_off`` reproduce.
@@ -426,7 +410,9 @@ def size_kv(
     Raises:
         SizingError: a value that cannot be, with what to give instead.
     """
-    settings = KVSettings(
+    config, extra = config_of(model), drafter_config_of(drafter)
+    settings = checked_settings(
+        config,
         context=context,
         sequences=sequences,
         kv_dtype=kv_dtype,
@@ -435,68 +421,10 @@ def size_kv(
         batched_tokens=batched_tokens,
         async_scheduling=async_scheduling,
     )
-    config, extra = config_of(model), drafter_config_of(drafter)
-    check_settings(settings, config)
     if extra is not None:
-        check_heads(extra, tp, whose="the drafter's ")
-    rank = _rank(config, extra, kv_dtype, tp, block_size)
+        check_heads(extra, settings.tp, whose="the drafter's ")
+    rank = _rank(config, extra, settings.kv_dtype, settings.tp, settings.block_size)
     return KVSizing(config=config, drafter=extra, settings=settings, _rank=rank)
-
-
-def max_context(
-    model: BeamConfig | str,
-    budget: int,
-    *,
-    account: Account = "admission",
-    limit: int | None = None,
-    **settings: Any,
-) -> int:
-    """Most tokens of context for which the KV cache fits into ``budget`` bytes on each GPU.
-
-    Exact: a search on the same function that sizes. By the admission account, the pool's null
-    block counts. At most ``limit`` tokens, by default the model's ``max_position_embeddings``; 0
-    where not even one token fits. ``settings`` are those of :func:`size_kv` without ``context``.
-    """
-    config = config_of(model)
-    most = config.max_position_embeddings if limit is None else limit
-    return largest(
-        most,
-        lambda n: fits(size_kv(config, context=n, **settings), budget, account=account),
-    )
-
-
-def max_sequences(
-    model: BeamConfig | str,
-    budget: int,
-    *,
-    account: Account = "admission",
-    limit: int = MOST_SEQUENCES,
-    **settings: Any,
-) -> int:
-    """Most sequences whose KV cache fits into ``budget`` bytes on each GPU; see `max_context`."""
-    config = config_of(model)
-    return largest(
-        limit,
-        lambda n: fits(size_kv(config, sequences=n, **settings), budget, account=account),
-    )
-
-
-def fits(sizing: KVSizing, budget: int, *, account: Account = "admission") -> bool:
-    """Whether one GPU's part fits into ``budget`` bytes, by one account."""
-    needed = sizing.pool_bytes if account == "admission" else sizing.per_gpu(account).total
-    return needed <= budget
-
-
-def largest(most: int, holds: Callable[[int], bool]) -> int:
-    """The largest n of 1 … most for which ``holds``, which is false above some n; 0 if none."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if holds(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 @lru_cache(maxsize=512)
@@ -551,7 +479,7 @@ def _rank(
     try:
         unified = plan_groups(tuple(layers), block_size, hybrid=False)
     except SizingError as error:
-        unified, refusal = None, str(error)
+        unified, refusal = full_length(tuple(layers), block_size), str(error)
     return _Rank(
         kinds=tuple(kind for kind in kinds if kind.layers),
         plan=plan_groups(tuple(layers), block_size),
@@ -559,39 +487,3 @@ def _rank(
         refusal=refusal,
         replicas=max(1, tp // kv),
     )
-
-
-def check_settings(settings: KVSettings, config: BeamConfig) -> None:
-    """Raise SizingError, in one sentence, for a value that cannot be."""
-    s = settings
-    _check_count("context", s.context, config.max_position_embeddings, "tokens")
-    _check_count("sequences", s.sequences, MOST_SEQUENCES, "sequences")
-    _check_count("block size", s.block_size, MOST_BLOCK, "tokens")
-    _check_count("batched tokens", s.batched_tokens, MOST_BATCHED_TOKENS, "tokens")
-    if s.kv_dtype not in KV_WIDTH:
-        raise SizingError(f"unknown KV dtype {s.kv_dtype!r:.40}; use one of {', '.join(KV_WIDTH)}")
-    if not isinstance(s.async_scheduling, bool):
-        raise SizingError(f"async_scheduling must be true or false, not {s.async_scheduling!r:.40}")
-    check_heads(config, s.tp)
-
-
-def check_heads(config: BeamConfig | DFlash2Config, tp: int, *, whose: str = "") -> None:
-    """Raise SizingError when ``tp`` ranks cannot share the heads evenly."""
-    heads, kv = config.num_attention_heads, config.num_key_value_heads
-    if not is_int(tp) or tp < 1:
-        raise SizingError(f"tensor parallelism needs at least 1 rank, not {short(tp)}")
-    good = [n for n in range(1, heads + 1) if not heads % n and (not kv % n or not n % kv)]
-    if tp not in good:
-        raise SizingError(
-            f"tensor parallelism over {short(tp)} ranks does not divide {whose}{heads} query heads "
-            f"and {kv} KV heads evenly; use one of {', '.join(map(str, good))}"
-        )
-
-
-def _check_count(name: str, value: Any, most: int, unit: str) -> None:
-    if not is_int(value) or not 1 <= value <= most:
-        raise SizingError(f"{name} must be from 1 to {most:,} {unit}, not {_shown(value)}")
-
-
-def _shown(value: Any) -> str:
-    return f"{value:,}" if is_int(value) and abs(value) < 1 << 60 else short(value)[:60]

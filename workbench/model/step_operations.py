@@ -15,7 +15,7 @@ from workbench.kernels.roofline import (
 )
 from workbench.model.config import BeamConfig
 from workbench.model.drafter_config import DFlash2Config
-from workbench.model.sizing import KV_WIDTH
+from workbench.model.kv_settings import KV_WIDTH
 from workbench.model.step_values import DISPATCH_WIDTH, Operation, StepSettings, with_shares
 from workbench.model.weights import expected_experts, matrix_bytes, size_weights
 

@@ -9,11 +9,11 @@ from typing import Any, Literal, TypedDict, get_args
 
 from workbench.errors import WorkbenchError
 from workbench.kernels.roofline import SPLIT, AllReduce, Bound, Rates, Work
+from workbench.model.asked import SizingError, instance, shown
 from workbench.model.config import BeamConfig, is_number
 from workbench.model.display import Shown
-from workbench.model.kv_planner import SizingError
+from workbench.model.kv_settings import KV_WIDTH, KVDtype
 from workbench.model.layout import Layout
-from workbench.model.sizing import KV_WIDTH, KVDtype
 from workbench.model.weights import PRECISIONS, Precision
 
 StepKind = Literal["decode", "verify", "prefill", "draft", "speculative"]
@@ -66,6 +66,12 @@ class StepSettings:
 
     def check(self, config: BeamConfig) -> None:
         """Raise SizingError, in one sentence, for what cannot be modelled."""
+        instance("rates", self.rates, Rates, 'Rates, such as data_sheet_rates("GB200")')
+        instance("layout", self.layout, Layout, "a Layout, such as Layout(tp=8)")
+        instance("precision", self.precision, Precision, 'a Precision, such as precision("nvfp4")')
+        instance("communication", self.communication, bool, "true or false")
+        for name in ("kv_dtype", "attention_math", "router_math", "dispatch_dtype", "all_reduce"):
+            instance(name, getattr(self, name), str, "text")
         self.layout.check(config)
         if self.kv_dtype not in KV_WIDTH:
             raise SizingError(
@@ -95,7 +101,9 @@ class StepSettings:
         if self.distinct is not None and not (
             is_number(self.distinct) and 0 <= self.distinct <= most
         ):
-            raise SizingError(f"distinct experts must be from 0 to {most}, not {self.distinct!r}")
+            raise SizingError(
+                f"distinct experts must be from 0 to {most}, not {shown(self.distinct)}"
+            )
         if self.communication and self.layout.gpus > 1:
             if self.rates.nvlink is None:
                 raise SizingError(

@@ -20,11 +20,11 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from workbench.kernels.roofline import Rates
-from workbench.model.config import BeamConfig, is_int, short
+from workbench.model.asked import SizingError, shown
+from workbench.model.config import BeamConfig, is_int
 from workbench.model.drafter_config import DFlash2Config
-from workbench.model.kv_planner import SizingError
+from workbench.model.kv_settings import MOST_BATCHED_TOKENS, MOST_SEQUENCES
 from workbench.model.layout import Layout
-from workbench.model.sizing import MOST_BATCHED_TOKENS, MOST_SEQUENCES
 from workbench.model.step_operations import (
     Operations,
     attention,
@@ -96,7 +96,7 @@ def verify_step(
         SizingError: a value that cannot be, with what to give instead.
     """
     if not is_int(draft_tokens) or draft_tokens < 0:
-        raise SizingError(f"draft_tokens must be 0 or more, not {short(draft_tokens)}")
+        raise SizingError(f"draft_tokens must be 0 or more, not {shown(draft_tokens)}")
     _check_context(config, context, draft_tokens)
     return _step(
         config, StepSettings(rates=rates, **options), kind="verify", sequences=batch,
@@ -124,10 +124,10 @@ def prefill_step(
         SizingError: a value that cannot be, with what to give instead.
     """
     if not is_int(earlier_context) or earlier_context < 0:
-        raise SizingError(f"earlier_context must be 0 or more, not {short(earlier_context)}")
+        raise SizingError(f"earlier_context must be 0 or more, not {shown(earlier_context)}")
     if not is_int(tokens) or not 1 <= tokens <= MOST_BATCHED_TOKENS:
         raise SizingError(
-            f"tokens a sequence must be from 1 to {MOST_BATCHED_TOKENS:,}, not {short(tokens)}"
+            f"tokens a sequence must be from 1 to {MOST_BATCHED_TOKENS:,}, not {shown(tokens)}"
         )
     _check_context(config, earlier_context + tokens)
     return _step(
@@ -160,7 +160,7 @@ def draft_step(
         ConfigError: not a drafter of this model.
     """
     if not is_int(draft_tokens) or draft_tokens < 1:
-        raise SizingError(f"draft_tokens must be 1 or more, not {short(draft_tokens)}")
+        raise SizingError(f"draft_tokens must be 1 or more, not {shown(draft_tokens)}")
     drafter.check_target(config)
     if draft_tokens >= drafter.sliding_window:
         raise SizingError(
@@ -227,7 +227,7 @@ def prompt_rate(
     """
     if not (is_int(chunk) and is_int(prompt)) or chunk < 1 or prompt < 1 or prompt % chunk:
         raise SizingError(
-            f"chunks of {short(chunk)} tokens do not divide a prompt of {short(prompt)}; "
+            f"chunks of {shown(chunk)} tokens do not divide a prompt of {shown(prompt)}; "
             "choose a divisor"
         )
     groups = options.get("layout", Layout()).dp
@@ -276,11 +276,11 @@ def _step(
 
 def _check_sequences(value: Any) -> None:
     if not is_int(value) or not 1 <= value <= MOST_SEQUENCES:
-        raise SizingError(f"sequences must be from 1 to {MOST_SEQUENCES:,}, not {short(value)}")
+        raise SizingError(f"sequences must be from 1 to {MOST_SEQUENCES:,}, not {shown(value)}")
 
 
 def _check_context(config: BeamConfig, context: Any, after: int = 0) -> None:
     most = config.max_position_embeddings
     if not is_int(context) or context < 1 or context + after > most:
         added = f" with {after:,} drafted after them" if after else ""
-        raise SizingError(f"context must be from 1 to {most:,} tokens{added}, not {short(context)}")
+        raise SizingError(f"context must be from 1 to {most:,} tokens{added}, not {shown(context)}")

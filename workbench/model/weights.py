@@ -21,11 +21,12 @@ from math import gcd
 from types import MappingProxyType
 from typing import Any, Literal
 
-from workbench.model.config import BeamConfig
+from workbench.model.asked import SizingError, instance, shown, whole
+from workbench.model.config import BeamConfig, is_number
 from workbench.model.drafter_config import DFlash2Config, drafter_tensors
-from workbench.model.kv_planner import SizingError
+from workbench.model.kv_settings import check_heads
 from workbench.model.layout import Layout
-from workbench.model.sizing import check_heads
+from workbench.model.presets import config_of, drafter_config_of
 
 WeightDtype = Literal["bf16", "fp8", "nvfp4"]
 WeightPart = Literal[
@@ -51,9 +52,9 @@ class Precision:
     def __post_init__(self) -> None:
         for part in ("attention", "dense_mlp", "experts"):
             dtype = getattr(self, part)
-            if dtype not in _DTYPES:
+            if not isinstance(dtype, str) or dtype not in _DTYPES:
                 raise SizingError(
-                    f"unknown precision {dtype!r:.40} for {part}; use one of {', '.join(_DTYPES)}"
+                    f"unknown precision {shown(dtype)} for {part}; use one of {', '.join(_DTYPES)}"
                 )
 
     @property
@@ -87,12 +88,15 @@ def precision(text: str | Precision) -> Precision:
         return text
     if text in PRECISIONS:
         return PRECISIONS[text]
+    instance("weights", text, str, "the name of a precision")
     parts: dict[str, Any] = {}
-    for item in str(text).split(","):
-        part, equals, dtype = item.strip().partition("=")
+    for item in text.split(","):
+        part, equals, dtype = (word.strip() for word in item.partition("="))
+        if part in parts:
+            raise SizingError(f"weights {shown(text)} names {part} twice; give one precision of it")
         if not equals or part not in ("attention", "dense_mlp", "experts"):
             raise SizingError(
-                f"unknown weights {str(text)[:60]!r}; use one of {', '.join(PRECISIONS)}, or name "
+                f"unknown weights {shown(text)}; use one of {', '.join(PRECISIONS)}, or name "
                 "the precision of attention, dense_mlp and experts, as in "
                 "experts=nvfp4,attention=fp8"
             )
@@ -175,18 +179,27 @@ class WeightSizing:
         }
 
 
-@lru_cache(maxsize=512)
 def size_weights(
-    config: BeamConfig,
-    precision: Precision = PRECISIONS["bf16"],
+    model: BeamConfig | str,
+    weights: Precision | str = PRECISIONS["bf16"],
     layout: Layout = Layout(),  # noqa: B008 - frozen
-    drafter: DFlash2Config | None = None,
+    drafter: DFlash2Config | str | None = None,
 ) -> WeightSizing:
     """Bytes of the weights by part, whole and on one GPU of ``layout``.
+
+    ``model``, ``weights`` and ``drafter`` are values, or names as on the command line.
 
     Raises:
         SizingError: the model cannot be split like this.
     """
+    instance("layout", layout, Layout, "a Layout, such as Layout(tp=8)")
+    return _size_weights(config_of(model), precision(weights), layout, drafter_config_of(drafter))
+
+
+@lru_cache(maxsize=512)
+def _size_weights(
+    config: BeamConfig, precision: Precision, layout: Layout, drafter: DFlash2Config | None
+) -> WeightSizing:
     layout.check(config)
     single = Layout()
     return WeightSizing(
@@ -226,7 +239,7 @@ def matrices(
     kv = max(1, c.num_key_value_heads // tp) * c.head_dim
     wide = c.moe_intermediate_size // layout.expert_slices
     experts = sparse * layout.experts_per_gpu(c)
-    block = gcd(FP8_BLOCK, wide) if layout.expert_slices > 1 else FP8_BLOCK
+    block = expert_block(config, layout)
     dense = c.intermediate_size // tp
     a, d, e = precision.attention, precision.dense_mlp, precision.experts
     weights = [
@@ -259,6 +272,14 @@ def matrices(
     return tuple(weights)
 
 
+def expert_block(config: BeamConfig, layout: Layout) -> int:
+    """Side of the square of expert weights that shares one FP8 scale, as the engine refines it."""
+    width = config.moe_intermediate_size // layout.expert_slices
+    if layout.expert_slices == 1 or not width % FP8_BLOCK:
+        return FP8_BLOCK
+    return gcd(FP8_BLOCK, width, config.hidden_size)
+
+
 def _drafter(c: DFlash2Config, tp: int) -> list[Matrix]:
     """A drafter on one rank: attention and MLP are split, the rest is whole on every GPU."""
     check_heads(c, tp, whose="the drafter's ")
@@ -268,14 +289,15 @@ def _drafter(c: DFlash2Config, tp: int) -> list[Matrix]:
             f"({c.intermediate_size}); choose another layout or drafter"
         )
     found = []
-    for tensor in drafter_tensors(c):
-        size = tensor.size
+    one = c.replace(num_hidden_layers=1)  # all layers are alike
+    for tensor in drafter_tensors(one):
+        size, count = tensor.size, 1 if tensor.layer is None else c.num_hidden_layers
         if tensor.part == "mlp":
             size //= tp
         elif tensor.part == "attention":
             ranks = min(tp, c.num_key_value_heads) if tensor.name.endswith(_KV) else tp
             size //= ranks
-        found.append(Matrix(part="drafter", rows=1, columns=size))
+        found.append(Matrix(part="drafter", rows=1, columns=size, count=count))
     return found
 
 
@@ -291,6 +313,7 @@ def expected_experts(experts: int, per_token: int, tokens: int) -> float:
     Exact: each token takes ``per_token`` different experts, so it leaves a given one untouched
     with probability ``1 - per_token / experts``, independently of the other tokens.
     """
+    tokens = whole("tokens", tokens, 1 << 40)
     return experts * (1.0 - (1.0 - per_token / experts) ** tokens)
 
 
@@ -313,13 +336,14 @@ def active_bytes(
     Raises:
         SizingError: a count that cannot be.
     """
-    if tokens < 1:
-        raise SizingError(f"a step has at least 1 token, not {tokens}")
+    tokens = whole("tokens of a step", tokens, 1 << 40)
     c = config
     if distinct is None:
         distinct = expected_experts(c.num_experts, c.num_experts_per_tok, tokens)
-    if not 0 <= distinct <= c.num_experts:
-        raise SizingError(f"distinct experts must be from 0 to {c.num_experts}, not {distinct}")
+    if not is_number(distinct) or not 0 <= distinct <= c.num_experts:
+        raise SizingError(
+            f"distinct experts must be from 0 to {c.num_experts}, not {shown(distinct)}"
+        )
     layout.check(config)
     sums: dict[WeightPart, float] = dict.fromkeys(PARTS, 0.0)
     for matrix in matrices(config, precision, layout):

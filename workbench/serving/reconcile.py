@@ -2,7 +2,8 @@
 
 What the log states is used, what it does not is asked for or taken from the release's defaults and
 said so. The memory in the log is rounded to 0.01 GiB, so a prediction from it is a range: *agrees*
-means that the logged figure lies in it, *close* that it is at most 2 % beside it.
+means that the logged figure lies in it, *close* that it is at most 2 % beside it. What is left for
+the cache is modelled: its range is a workspace with and without the allowance for the process.
 """
 
 from __future__ import annotations
@@ -11,19 +12,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from workbench.datasheet import GpuSheet, sheet
+from workbench.model.asked import SizingError, instance
 from workbench.model.config import BeamConfig
 from workbench.model.display import gib
 from workbench.model.drafter_config import DFlash2Config
-from workbench.model.kv_planner import KVPlan, SizingError
+from workbench.model.kv_planner import KVPlan
+from workbench.model.kv_settings import KVDtype
 from workbench.model.layout import Layout
-from workbench.model.plan import UTILIZATION, rotary_bytes, workspace_bytes
+from workbench.model.plan import UTILIZATION
 from workbench.model.presets import config_of, drafter_config_of
-from workbench.model.sizing import KVDtype, size_kv
+from workbench.model.sizing import size_kv
 from workbench.model.weights import Precision, precision, size_weights
+from workbench.model.workspace import PROCESS_BYTES, buffer_bytes, workspace_bytes
 from workbench.serving.engine_versions import CONCURRENCY_MEANINGS, VersionRules
 from workbench.serving.startup_log import StartupLog, parse_startup_log
 
 CLOSE = 0.02  # beyond it a figure differs
+_PLANNER = "0.33"  # the release whose grouping rule kv_planner.py states
 
 Verdict = Literal["agrees", "close", "differs", "not stated"]
 
@@ -94,15 +99,21 @@ class Reconciliation:
     caveats: tuple[str, ...]
 
     @property
+    def compared(self) -> int:
+        """Lines of the log that could be compared."""
+        return sum(row.logged is not None for row in self.rows)
+
+    @property
     def agrees(self) -> bool:
-        """Whether no stated figure differs by more than 2 %."""
-        return all(row.verdict != "differs" for row in self.rows)
+        """Whether something was compared, and no stated figure differs by more than 2 %."""
+        return self.compared > 0 and all(row.verdict != "differs" for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """The values by name, for JSON."""
         return {
             "version": self.version,
             "agrees": self.agrees,
+            "compared": self.compared,
             "settings": {
                 name: {"value": value, "from": source}
                 for name, (value, source) in self.settings.items()
@@ -161,9 +172,17 @@ def reconcile(
         StartupLogError: the text holds no such lines, or lines that contradict each other.
         SizingError: what the log says cannot be of this model.
     """
-    parsed = parse_startup_log(log, version=version) if isinstance(log, str) else log
+    if version is not None:
+        instance("version", version, str, 'a version such as "0.33.0"')
+    if isinstance(log, str):
+        parsed = parse_startup_log(log, version=version)
+    else:
+        instance("log", log, StartupLog, "the text of a start-up log, or a StartupLog")
+        parsed = log
     rules = parsed.rules
     config, extra = config_of(model), drafter_config_of(drafter)
+    if gpu is not None:
+        instance("gpu", gpu, (str, GpuSheet), "the name of a GPU or its GpuSheet")
     card = sheet(gpu) if isinstance(gpu, str) else gpu
     settings: dict[str, tuple[Any, str]] = {}
 
@@ -242,7 +261,7 @@ def _rows_of_memory(
 ) -> list[Comparison]:
     layout = Layout(tp=tp, dp=log.data_parallel_size or 1, expert_parallel=expert_parallel)
     sized = size_weights(config, weights, layout, drafter).per_gpu_bytes
-    loaded = sized + rotary_bytes(config, drafter)
+    loaded = sized + buffer_bytes(config, drafter, layout)
     half = log.model_loading_half_width
     rows = [
         Comparison(
@@ -251,7 +270,7 @@ def _rows_of_memory(
             low=loaded - half,
             high=loaded + half,
             unit="bytes",
-            how=f"weights in {weights.name} and rotary tables on one GPU of {layout.name}, exact",
+            how=f"weights in {weights.name} and their tables on one GPU of {layout.name}, exact",
             meaning="GPU memory that loading took: parameters, tables, what allocating rounds up.",
         )
     ]
@@ -268,11 +287,11 @@ def _rows_of_memory(
             line="Available KV cache memory",
             logged=log.available_kv_bytes,
             low=max(0, left - log.available_kv_half_width),
-            high=max(0, left + log.available_kv_half_width),
+            high=max(0, left + PROCESS_BYTES + log.available_kv_half_width),
             unit="bytes",
             how=(
                 f"{gib(gpu.usable_bytes)} x {utilization:g} - weights {gib(sized)} - workspace "
-                f"{gib(work)} (modelled)"
+                f"{gib(work)} (modelled), of which {gib(PROCESS_BYTES)} an allowance"
             ),
             meaning=(
                 "What profiling left for the cache on the GPU with the least: a share of its "
@@ -292,6 +311,8 @@ def _rows_of_pool(
     block_size: int,
 ) -> list[Comparison]:
     """Blocks, concurrency and tokens that follow from the logged memory."""
+    rows = _rows_of_groups(log, plan)
+    product = _row_of_product(log, rules, length)
     if log.num_gpu_blocks is not None:
         blocks = [log.num_gpu_blocks] * 2
         how = "the logged number of blocks"
@@ -302,7 +323,7 @@ def _rows_of_pool(
         ]
         how = f"the logged memory in blocks of {plan.block_bytes:,} bytes"
     else:
-        return []
+        return rows + product
     a_sequence = plan.blocks_per_sequence(length, in_flight)
     tokens: list[float]
     concurrency: list[float]
@@ -319,6 +340,7 @@ def _rows_of_pool(
             tokens = [float(int(n * length)) for n in concurrency]
         how_many = f"{how}, {a_sequence:,} for a sequence of {length:,} tokens"
     return [
+        *rows,
         Comparison(
             line="Maximum concurrency",
             logged=log.max_concurrency,
@@ -340,8 +362,48 @@ def _rows_of_pool(
     ]
 
 
+def _rows_of_groups(log: StartupLog, plan: KVPlan) -> list[Comparison]:
+    if log.group_block_sizes is None:
+        return []
+    count = len(plan.groups)
+    return [
+        Comparison(
+            line="KV cache groups",
+            logged=len(log.group_block_sizes),
+            low=count,
+            high=count,
+            unit="groups",
+            how=f"the planner's rule on {len(plan.layers)} layers",
+            meaning="Groups of layers that share a block table; a drafter changes them.",
+        )
+    ]
+
+
+def _row_of_product(log: StartupLog, rules: VersionRules, length: int) -> list[Comparison]:
+    """Where the memory is not stated, the two other figures can be held against each other."""
+    if rules.tokens != "concurrency_x_length" or log.max_concurrency is None:
+        return []
+    low, high = ((log.max_concurrency + side * 0.005) * length for side in (-1, 1))
+    return [
+        Comparison(
+            line="KV cache size",
+            logged=log.num_tokens,
+            low=int(low),
+            high=int(high) + 1,
+            unit="tokens",
+            how="the logged concurrency x max_model_len",
+            meaning=log.explanation,
+        )
+    ]
+
+
 def _caveats(log: StartupLog, drafter: DFlash2Config | None) -> list[str]:
     notes = []
+    if log.version is not None and not log.version.startswith(_PLANNER):
+        notes.append(
+            f"How layers are grouped is known of vLLM {_PLANNER} and used for {log.version} too; "
+            "older releases padded kinds of nearly equal number more seldom."
+        )
     if log.speculative and drafter is None:
         notes.append(
             "The engine ran with a drafter and none was given here: its layers are missing."

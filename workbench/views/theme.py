@@ -21,6 +21,7 @@ from workbench.model.config import AttentionType, MlpType
 
 SLIDING = "#0072B2"  # sliding-window attention
 FULL = "#D55E00"  # full attention
+DRAFTER = "#8C6D1F"  # 4.9 : 1 on white, 3.9 on #111; dotted or hatched wherever it is
 SPARSE = "#009E73"  # mixture of experts
 DENSE = "#CC79A7"  # dense MLP
 NEUTRAL = "#7a7a7a"  # 4.3 : 1 on white and on the dark theme's #111

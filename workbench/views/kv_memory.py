@@ -1,0 +1,226 @@
+"""A GPU's memory as a bar: weights by part, workspace, KV cache, what is free, and the limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from workbench.model.plan import Plan
+from workbench.model.sizing import ENGINE
+from workbench.model.weights import WeightPart
+from workbench.views import theme
+from workbench.views.kv_figures import PART_COLORS, PART_NAMES, PART_PATTERNS, PARTS
+from workbench.views.kv_words import size
+from workbench.views.numbers import plural
+from workbench.views.view import View
+
+_GIB = 2**30
+ENTRY = 124  # px of a name in the legend, so that four fit in a row
+_ROW = 34  # px a bar
+_LABELLED = 0.09  # share of the axis from which a piece is wide enough for its words
+
+# name -> the parts of WeightSizing in it, colour, pattern
+_WEIGHTS: dict[str, tuple[tuple[WeightPart, ...], str, str]] = {
+    "expert weights": (("experts",), theme.SPARSE, ""),
+    "dense MLP weights": (("dense_mlp",), theme.DENSE, ""),
+    "attention weights": (("attention",), theme.NEUTRAL, ""),
+    "embedding, head": (("embedding", "head"), theme.NEUTRAL, "-"),
+    "routers, norms": (("router", "norms"), theme.NEUTRAL, "+"),
+    "drafter weights": (("drafter",), theme.DRAFTER, "/"),
+}
+_WORKSPACE, _FREE = "workspace (modelled)", "free"
+_SHORT = {
+    "expert weights": "experts",
+    "attention weights": "attention",
+    "KV, full layers": "full KV",
+    "KV, sliding layers": "sliding KV",
+    _FREE: "free",
+}
+
+
+def kv_per_gpu(plans: Plan | Sequence[Plan]) -> View:
+    """One bar a plan: what fills a GPU, up to the engine's budget and the GPU's memory.
+
+    A KV cache that does not fit reaches over the budget line. All plans are of one model, and one
+    kind of GPU gives one pair of lines; with several kinds each bar has its own.
+    """
+    plans = [plans] if isinstance(plans, Plan) else list(plans)
+    first = plans[0]
+    fig = theme.figure(
+        f"One GPU's memory with {first.model}",
+        f"{_join(_asked(p) for p in plans)} · weights and KV cache exact by {ENGINE}'s accounting, "
+        "workspace modelled, memory as torch or the driver reports it",
+        height=206 + _ROW * len(plans),
+        margin={"l": 140, "r": 16, "t": 134, "b": 52},
+        barmode="stack",
+        bargap=0.3,
+        legend={"y": 1, "yanchor": "bottom", "traceorder": "normal", "entrywidth": ENTRY},
+    )
+    for trace in memory_traces(plans):
+        fig.add_trace(trace)
+    fig.update_layout(**memory_axes(plans))
+    return View(figure=fig, text="\n".join(map(_text, plans)))
+
+
+def memory_traces(
+    plans: Sequence[Plan], *, show_kv: bool = True, **on: Any
+) -> list[go.BaseTraceType]:
+    """The pieces of the bars in their order, then both limits; empty pieces are there, too."""
+    values = memory_values(plans, show_kv=show_kv)
+    traces: list[go.BaseTraceType] = []
+    for name, color, pattern, opacity in _pieces():
+        traces.append(
+            go.Bar(
+                **values[name],
+                name=theme.ink(name),
+                orientation="h",
+                marker={
+                    "color": theme.rgba(color, opacity),
+                    "line": {"width": 0},
+                    "pattern": {
+                        "shape": pattern,
+                        "solidity": 0.4,
+                        "size": 5,
+                        "fgcolor": color,
+                        "bgcolor": theme.rgba(color, 0.3),
+                        "fillmode": "replace",
+                    },
+                },
+                hovertemplate=f"{name}<br>%{{x:,.3f}} GiB a GPU<extra></extra>",
+                **on,
+            )
+        )
+    for name, dash, width in (("engine's budget", "4px,3px", 2), ("memory", "solid", 3)):
+        traces.append(
+            go.Scatter(
+                **values[name],
+                name=theme.ink(name),
+                mode="lines",
+                line={"color": theme.NEUTRAL, "width": width, "dash": dash},
+                hovertemplate=f"{name}<br>%{{x:,.2f}} GiB a GPU<extra></extra>",
+                **on,
+            )
+        )
+    # One trace for all words: text of the bars themselves would be measured piece by piece.
+    traces.append(
+        go.Scatter(
+            **values["words"],
+            mode="text",
+            textfont={"size": theme.SMALL},
+            showlegend=False,
+            hoverinfo="skip",
+            **on,
+        )
+    )
+    return traces
+
+
+def memory_values(plans: Sequence[Plan], *, show_kv: bool = True) -> dict[str, dict[str, Any]]:
+    """Lengths in GiB and hovers of each piece, both limits, and words on what is wide enough."""
+    rows = list(range(len(plans)))
+    end = _end(plans)
+    values: dict[str, dict[str, Any]] = {}
+    words: dict[str, list[Any]] = {"x": [], "y": [], "text": []}
+    reached = [0.0 for _ in plans]
+    for name, *_ in _pieces():
+        counts = [_bytes(plan, name) for plan in plans]
+        lengths = [count / _GIB for count in counts]
+        values[name] = {
+            "x": lengths,
+            "y": rows,
+            "showlegend": any(counts) and (show_kv or not name.startswith("KV")),
+        }
+        for row, length in zip(rows, lengths, strict=True):
+            if name in _SHORT and length > _LABELLED * end and reached[row] + length <= end:
+                words["x"].append(reached[row] + length / 2)
+                words["y"].append(row)
+                words["text"].append(theme.ink(f"{_SHORT[name]} {length:,.1f}"))
+            reached[row] += length
+    for name, field in (("engine's budget", "budget_bytes"), ("memory", "memory_bytes")):
+        x: list[float | None] = []
+        y: list[float | None] = []
+        for row, plan in zip(rows, plans, strict=True):
+            at = getattr(plan, field) / _GIB
+            if x and x[-1] == at:  # the same GPU: one line through all its bars
+                y[-1] = row + 0.5
+                continue
+            x += [None, at, at] if x else [at, at]
+            y += [None, row - 0.5, row + 0.5] if y else [row - 0.5, row + 0.5]
+        values[name] = {"x": x, "y": y}
+    return values | {"words": words}
+
+
+def memory_axes(plans: Sequence[Plan], across: str = "xaxis", up: str = "yaxis") -> dict[str, Any]:
+    """Both axes; the first plan stands at the top."""
+    return {
+        across: {
+            "title": {"text": theme.ink("GiB a GPU")},
+            "range": [0, _end(plans)],
+        },
+        up: {
+            "range": [len(plans) - 0.45, -0.55],
+            "tickvals": list(range(len(plans))),
+            "ticktext": [theme.ink(theme.plain(label)) for label in _labels(plans)],
+            "showgrid": False,
+            "ticklabelstandoff": 6,
+        },
+    }
+
+
+def _pieces() -> list[tuple[str, str, str, float]]:
+    """Name, colour, pattern and opacity of every piece, from left to right."""
+    weights = [(name, color, pattern, 0.6) for name, (_, color, pattern) in _WEIGHTS.items()]
+    kv = [(f"KV, {PART_NAMES[p]}", PART_COLORS[p], PART_PATTERNS[p], 0.75) for p in PARTS]
+    return [*weights, (_WORKSPACE, theme.NEUTRAL, "\\", 0.5), *kv, (_FREE, theme.NEUTRAL, "", 0.12)]
+
+
+def _bytes(plan: Plan, name: str) -> int:
+    if name in _WEIGHTS:
+        return sum(plan.weights.per_gpu[part] for part in _WEIGHTS[name][0])
+    if name == _WORKSPACE:
+        return plan.workspace_bytes
+    if name == _FREE:
+        return max(0, plan.free_bytes)
+    kv = plan.kv.per_gpu("admission")
+    if name == f"KV, {PART_NAMES['padding']}":  # the pool's null block, too: it holds no token
+        return kv.padding + plan.kv_bytes - kv.total
+    part = next(p for p in PARTS if name == f"KV, {PART_NAMES[p]}")
+    count: int = getattr(kv, part)
+    return count
+
+
+def _end(plans: Sequence[Plan]) -> float:
+    """Where the axis ends: beyond every limit, and beyond what does not fit, within reason."""
+    memory = max(plan.memory_bytes for plan in plans)
+    used = max(plan.weights_bytes + plan.workspace_bytes + plan.kv_bytes for plan in plans)
+    # Far too much is cut off by the axis: the limit has to be seen more than the excess.
+    return min(max(memory, used), 3 * memory) * 1.02 / _GIB
+
+
+def _labels(plans: Sequence[Plan]) -> list[str]:
+    kinds, weights = {plan.gpu.name for plan in plans}, {plan.precision for plan in plans}
+    return [
+        (f"{p.gpu.name}, " if len(kinds) > 1 else "")
+        + p.layout.name
+        + (f", {p.precision.name}" if len(weights) > 1 else "")
+        for p in plans
+    ]
+
+
+def _asked(plan: Plan) -> str:
+    s = plan.kv.settings
+    return f"{plural(plan.sequences, 'sequence')} of {s.context:,} tokens, KV {s.kv_dtype.upper()}"
+
+
+def _join(words: Any) -> str:
+    return " and ".join(dict.fromkeys(words))
+
+
+def _text(plan: Plan) -> str:
+    return (
+        f"{plan.layout.gpus} x {plan.gpu.name}, {plan.layout.name}: weights "
+        f"{size(plan.weights_bytes)}, workspace {size(plan.workspace_bytes)}, KV "
+        f"{size(plan.kv_bytes)}, free {size(plan.free_bytes)} of {size(plan.budget_bytes)} a GPU"
+    )
