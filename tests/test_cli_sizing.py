@@ -37,6 +37,26 @@ def document(*arguments: str, code: int = 0) -> dict[str, Any]:
     return value
 
 
+def test_no_option_is_taken_for_its_metavar() -> None:
+    """Some releases of typer name ``--x`` with the metavar X "--X"; such options say their name."""
+    from inspect import signature
+    from typing import get_type_hints
+
+    from typer.models import OptionInfo
+
+    from workbench.cli import app, train_app
+
+    for command in (*app.registered_commands, *train_app.registered_commands):
+        assert command.callback is not None
+        hints = get_type_hints(command.callback, include_extras=True)
+        for name in signature(command.callback).parameters:
+            for info in getattr(hints[name], "__metadata__", ()):
+                if isinstance(info, OptionInfo) and info.metavar is not None:
+                    # In an annotation typer keeps the first explicit name as the default.
+                    named = bool(info.param_decls) or isinstance(info.default, str)
+                    assert named or info.metavar.lower() != name, name
+
+
 def test_kv_has_the_contract_s_keys() -> None:
     value = document("kv", "beam-501b", "--context", "1048576", "--kv-dtype", "fp8", "--tp", "8")
     assert value["bytes_per_token"] == 18_432 == FULL

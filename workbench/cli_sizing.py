@@ -88,7 +88,10 @@ def kv(
 def plan(
     model: Model,
     gpu: Annotated[
-        str, typer.Option(help="H100, H200, B200, GB200, GB300, or detected.", metavar="GPU")
+        str,
+        # Named explicitly: a metavar that is the name in capitals would become the option's own
+        # name with some releases of typer.
+        typer.Option("--gpu", help="H100, H200, B200, GB200, GB300, or detected.", metavar="GPU"),
     ],
     context: Context,
     gpus: Annotated[
