@@ -18,7 +18,7 @@ from workbench.model.display import gib
 from workbench.model.drafter_config import DFlash2Config
 from workbench.model.engine_limits import refusals
 from workbench.model.layout import Layout, layouts
-from workbench.model.plan import Plan, all_plans, make_plan
+from workbench.model.plan import Plan, all_plans, budget_bytes, make_plan
 from workbench.model.presets import beam_501b, beam_501b_dflash2
 from workbench.model.serve_command import NO_CHECKPOINT, NO_DRAFTER, Speculation
 from workbench.model.sizing import size_kv
@@ -51,7 +51,7 @@ def test_a_gpu_s_memory_is_the_sum_of_its_parts() -> None:
     assert p.memory_bytes == memory
     weights = size_weights(BEAM, PRECISIONS["nvfp4"], Layout(tp=8), DRAFTER).per_gpu_bytes
     kv = size_kv(BEAM, context=131_072, sequences=4, kv_dtype="fp8", tp=8, drafter=DRAFTER)
-    left = int(memory * 0.92) - weights - p.workspace_bytes - kv.pool_bytes
+    left = -int(-(memory * 0.92) // 1) - weights - p.workspace_bytes - kv.pool_bytes
     assert p.free_bytes == left > 0
     assert p.fits
     assert p.runs
@@ -296,6 +296,8 @@ def test_recorded_starts_of_the_engine(path: Path) -> None:
     blocks = groups.blocks_per_sequence(kv.settings.context, kv.settings.in_flight_tokens)
     assert found["num_blocks"] / blocks == found["max_concurrency"]
     assert int(found["max_concurrency"] * found["max_model_len"]) == found["num_tokens"]
+    total, share = found["total_memory"], found["gpu_memory_utilization"]
+    assert budget_bytes(total, share) == found["requested_memory"]
     # The workspace is modelled. On this one GPU, without NCCL and mostly without graphs, between
     # nothing and nine tenths of the allowance of 1 GiB for them was left.
     tokens = found.get("num_speculative_tokens", 0)

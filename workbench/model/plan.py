@@ -8,6 +8,7 @@ cache's pool. Weights and KV cache are exact; the workspace is **modelled** and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from workbench.datasheet import GpuSheet, sheet
@@ -64,7 +65,7 @@ class Plan(Shown):
     @property
     def budget_bytes(self) -> int:
         """What the engine may use of it."""
-        return int(self.memory_bytes * self.utilization)
+        return budget_bytes(self.memory_bytes, self.utilization)
 
     @property
     def weights_bytes(self) -> int:
@@ -289,6 +290,11 @@ def all_plans(
     return tuple(plans)
 
 
+def budget_bytes(memory: int, utilization: float) -> int:
+    """Bytes of ``memory`` that the engine uses, rounded up as it does."""
+    return ceil(memory * utilization)
+
+
 def _card(gpu: GpuSheet | str) -> GpuSheet:
     if isinstance(gpu, str):
         return sheet(gpu)
@@ -337,7 +343,7 @@ def _plan(
     kv = size_kv(config, context=context, sequences=group, **settings)
     batched_tokens = kv.settings.batched_tokens
     workspace = workspace_bytes(config, layout, batched_tokens, group, speculation, drafter)
-    room = int(gpu.usable_bytes * utilization) - sized.per_gpu_bytes
+    room = budget_bytes(gpu.usable_bytes, utilization) - sized.per_gpu_bytes
 
     def holds(tokens: int, count: int) -> bool:
         """Whether ``count`` sequences of ``tokens`` fit into each group, logits and all."""

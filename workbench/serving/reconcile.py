@@ -19,7 +19,7 @@ from workbench.model.drafter_config import DFlash2Config
 from workbench.model.kv_planner import KVPlan
 from workbench.model.kv_settings import KVDtype
 from workbench.model.layout import Layout
-from workbench.model.plan import UTILIZATION
+from workbench.model.plan import UTILIZATION, budget_bytes
 from workbench.model.presets import config_of, drafter_config_of
 from workbench.model.sizing import size_kv
 from workbench.model.weights import Precision, precision, size_weights
@@ -281,7 +281,7 @@ def _rows_of_memory(
     )
     rows_at_once = log.max_num_seqs or 256
     work = workspace_bytes(config, layout, batched_tokens, rows_at_once, drafter=drafter)
-    left = int(gpu.usable_bytes * utilization) - sized - work
+    left = budget_bytes(gpu.usable_bytes, utilization) - sized - work
     rows.append(
         Comparison(
             line="Available KV cache memory",
