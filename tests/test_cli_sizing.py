@@ -114,6 +114,7 @@ def test_a_plan_that_does_not_fit_is_told_and_exits_with_one() -> None:
     assert result.stderr.startswith("workbench: beam-501b in bf16 on 8 x H100 (TP8) does not fit")
     assert result.stderr.count("\n") == 1
     assert "vllm serve" not in result.stdout  # no command to copy that cannot start
+    assert "does not fit" not in result.stdout  # said once
 
 
 def test_layout_can_be_given() -> None:
@@ -139,11 +140,14 @@ def test_a_drafter_that_is_not_here_is_assumed_and_said() -> None:
     asked = ("plan", "beam-501b", "--gpu", "GB200", "--gpus", "8", "--weights", "nvfp4")
     value = document(*asked, "--context", "4096", "--drafter", "org/drafter")
     assert value["per_gpu"]["weights"]["drafter"] > 0
-    assert any("counted with the shape of beam-501b-dflash2" in note for note in value["notes"])
+    assert any("counted as beam-501b-dflash2" in note for note in value["notes"])
     tiny = document("plan", "beam-tiny", "--gpu", "H200", "--context", "99", "--drafter", "org/x")
     assert tiny["per_gpu"]["weights"]["drafter"] == 0
     assert any("not counted" in note for note in tiny["notes"])
-    assert not any("counted" in note for note in document(*asked, "--context", "4096")["notes"])
+    preset = document(*asked, "--context", "4096")["notes"]
+    assert any("shape is assumed: counted as beam-501b-dflash2" in note for note in preset)
+    plain = document(*asked, "--context", "4096", "--no-speculation")["notes"]
+    assert not any("counted" in note for note in plain)
 
 
 def test_pages_say_how_each_figure_is_known() -> None:
@@ -153,12 +157,16 @@ def test_pages_say_how_each_figure_is_known() -> None:
         "engine admission bound (vLLM 0.33)",
         "naive",
         "does not start",
-        "binding:",
+        "what limits it:",
     ):
         assert words in page
     page = run("plan", "beam-501b", "--gpu", "H200", "--gpus", "8", "--context", "4096").stdout
     for words in ("modelled", "exact", "TP8 + EP8", "vllm serve", "of which the engine may use"):
         assert words in page
+    assert "TP8 *" in page  # the layout that was taken
+    narrow = run("plan", "--help").stdout
+    for option in ("--no-async-scheduling", "--speculative-tokens", "--gpu GPU"):
+        assert option in narrow
 
 
 @pytest.mark.parametrize(

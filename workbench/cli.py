@@ -125,8 +125,9 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its panels cut the names of options at 80 columns
 )
-train_app = typer.Typer(help="Train a model.", no_args_is_help=True)
+train_app = typer.Typer(help="Train a model.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(train_app, name="train")
 app.command()(cli_sizing.kv)
 app.command()(cli_sizing.plan)

@@ -25,7 +25,7 @@ class CacheDtype(StrEnum):
 
 Context = Annotated[int, typer.Option(help="Tokens of a sequence.", metavar="N")]
 Sequences = Annotated[int, typer.Option(help="Sequences at once.", metavar="B")]
-KVType = Annotated[CacheDtype, typer.Option("--kv-dtype", help="fp8 has scales per tensor.")]
+KVType = Annotated[CacheDtype, typer.Option("--kv-dtype", help="fp8: one byte a number.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens of a cache block.", metavar="N")]
 BatchedTokens = Annotated[
     int, typer.Option(help="The engine's max_num_batched_tokens.", metavar="N")
@@ -34,7 +34,8 @@ AsyncScheduling = Annotated[
     bool,
     typer.Option(
         "--async-scheduling/--no-async-scheduling",
-        help="The engine's default is on: two batches are in flight.",
+        help="The engine's default, on: two batches are in flight.",
+        show_default=False,
     ),
 ]
 
@@ -57,7 +58,7 @@ def kv(
     ] = None,
     json: Json = False,
 ) -> None:
-    """How much memory the KV cache takes: per layer, per GPU, by three accounts."""
+    """How much memory the KV cache takes on each GPU, by four accounts; --json has every layer."""
     from workbench.model.presets import resolve
     from workbench.model.sizing import size_kv
 
@@ -107,11 +108,18 @@ def plan(
     kv_dtype: KVType = CacheDtype.fp8,
     sequences: Sequences = 1,
     tp: Annotated[
-        int | None, typer.Option(help="Tensor-parallel ranks of a group.", metavar="T")
+        int | None,
+        typer.Option(
+            help="Tensor-parallel ranks of a group. Default: the first layout that runs.",
+            metavar="T",
+        ),
     ] = None,
-    dp: Annotated[int | None, typer.Option(help="Data-parallel groups.", metavar="D")] = None,
+    dp: Annotated[
+        int | None, typer.Option(help="Data-parallel groups. Default: as --tp.", metavar="D")
+    ] = None,
     ep: Annotated[
-        bool | None, typer.Option("--ep/--no-ep", help="Whole experts on each GPU.")
+        bool | None,
+        typer.Option("--ep/--no-ep", help="Whole experts on each GPU. Default: as --tp."),
     ] = None,
     batched_tokens: BatchedTokens = 8192,
     block_size: BlockSize = 16,
@@ -120,12 +128,14 @@ def plan(
         float, typer.Option(help="The engine's gpu_memory_utilization.", metavar="U")
     ] = 0.92,
     checkpoint: Annotated[
-        str | None, typer.Option(help="What the command serves.", metavar="PATH")
+        str | None,
+        typer.Option(help="What the command serves. Default: a placeholder.", metavar="PATH"),
     ] = None,
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="The command's drafter; a folder with config.json gives its shape too.",
+            help="The command's drafter; a folder with config.json gives its shape too. Default: "
+            "the shape known for MODEL, and a placeholder.",
             metavar="PATH",
         ),
     ] = None,
@@ -237,7 +247,7 @@ def _drafter_of_plan(model: str, drafter: str | None) -> tuple[DFlash2Config | N
     from pathlib import Path
 
     from workbench.model.asked import path
-    from workbench.model.presets import drafter_of, resolve_drafter
+    from workbench.model.presets import assumed_drafter, drafter_of, resolve_drafter
 
     given = path("drafter", drafter)
     if given is not None:
@@ -250,7 +260,9 @@ def _drafter_of_plan(model: str, drafter: str | None) -> tuple[DFlash2Config | N
     name = drafter_of(model)
     if name is None:
         return None, ""
-    note = "" if given is None else f"{shown(given)} is not here: counted with the shape of {name}"
+    note = assumed_drafter(name)
+    if given is not None:
+        note = f"{shown(given)} is not here; {note}"
     return resolve_drafter(name).config, note
 
 

@@ -46,7 +46,8 @@ class GpuSheet:
     ``bandwidth`` is of the GPU's memory, in bytes/s. ``flops`` has dense FLOP/s by "bf16", "fp8",
     "fp4", "tf32" and "fp32" (this one outside the tensor cores); a type the chip has no tensor
     core for is absent. ``nvlink_bandwidth`` is bytes/s in ONE direction, half of the printed total;
-    ``nvlink_domain`` is how many GPUs reach one another over NVLink in the system of ``form``.
+    ``nvlink_domain`` is how many GPUs reach one another over NVLink in the system of ``form``,
+    ``host_gpus`` how many of them one operating system has.
 
     ``sources`` names the document and the arithmetic for each figure, by field, for the rates as
     "flops.bf16"; ``measured`` has (value, where it was recorded) for what was measured on this GPU.
@@ -61,6 +62,7 @@ class GpuSheet:
     flops: Mapping[str, float] = field(hash=False)
     nvlink_bandwidth: float
     nvlink_domain: int
+    host_gpus: int
     compute_capability: tuple[int, int]
     sources: Mapping[str, str] = field(hash=False)
     measured: Mapping[str, tuple[float, str]] = field(default_factory=dict, hash=False)
@@ -87,6 +89,7 @@ class GpuSheet:
             "flops": dict(self.flops),
             "nvlink_bandwidth": self.nvlink_bandwidth,
             "nvlink_domain": self.nvlink_domain,
+            "host_gpus": self.host_gpus,
             "compute_capability": "{}.{}".format(*self.compute_capability),
             "sources": dict(self.sources),
             "measured": {
@@ -116,6 +119,7 @@ H100_SXM = GpuSheet(
     flops={"bf16": 989.4e12, "fp8": 1978.9e12, "tf32": 494.7e12, "fp32": 66.9e12},
     nvlink_bandwidth=450e9,
     nvlink_domain=8,
+    host_gpus=8,
     compute_capability=(9, 0),
     sources={
         "memory_bytes": f"{H100_SHEET}: 80 GB",
@@ -127,6 +131,7 @@ H100_SXM = GpuSheet(
         "flops.fp32": f"{HOPPER}: 66.9 TFLOPS",
         "nvlink_bandwidth": f"{H100_SHEET}: 900 GB/s in both directions together, halved",
         "nvlink_domain": f"{H100_SHEET}: 8 GPUs in HGX H100 and DGX H100",
+        "host_gpus": f"{H100_SHEET}: 8 GPUs in HGX H100 and DGX H100",
         "compute_capability": CAPABILITY,
     },
 )
@@ -141,6 +146,7 @@ H200_SXM = GpuSheet(
     flops=H100_SXM.flops,  # the same GH100 chip at the same clocks: the memory is what differs
     nvlink_bandwidth=450e9,
     nvlink_domain=8,
+    host_gpus=8,
     compute_capability=(9, 0),
     sources={
         "memory_bytes": f"{H200_SHEET}: 141 GB",
@@ -153,6 +159,7 @@ H200_SXM = GpuSheet(
         "flops.fp32": f"{H200_SHEET}: 67 TFLOPS; digits as {HOPPER}",
         "nvlink_bandwidth": f"{H200_SHEET}: 900 GB/s in both directions together, halved",
         "nvlink_domain": f"{H200_SHEET}: 8 GPUs in HGX H200 and DGX H200",
+        "host_gpus": f"{H200_SHEET}: 8 GPUs in HGX H200 and DGX H200",
         "compute_capability": CAPABILITY,
     },
     measured={
@@ -172,6 +179,7 @@ B200_SXM = GpuSheet(
     flops={"bf16": 2.25e15, "fp8": 4.5e15, "fp4": 9e15, "tf32": 1.125e15, "fp32": 75e12},
     nvlink_bandwidth=900e9,
     nvlink_domain=8,
+    host_gpus=8,
     compute_capability=(10, 0),
     sources={
         "memory_bytes": f"{DGX}: 1,440 GB / 8 (announced with 192 GB)",
@@ -185,6 +193,7 @@ B200_SXM = GpuSheet(
         "flops.fp32": f"{HGX}: 600 TFLOPS / 8",
         "nvlink_bandwidth": f"{HGX}: 1.8 TB/s in both directions together, halved",
         "nvlink_domain": f"{HGX}: 8 GPUs",
+        "host_gpus": f"{HGX}: 8 GPUs",
         "compute_capability": CAPABILITY,
     },
 )
@@ -198,6 +207,7 @@ GB200_NVL72 = GpuSheet(
     flops={"bf16": 2.5e15, "fp8": 5e15, "fp4": 10e15, "tf32": 1.25e15, "fp32": 80e12},
     nvlink_bandwidth=900e9,
     nvlink_domain=72,
+    host_gpus=4,
     compute_capability=(10, 0),
     sources={
         "memory_bytes": f"{GB200}: 13.4 TB / 72; NVIDIA MIG User Guide, supported GPUs: 186 GB",
@@ -210,6 +220,7 @@ GB200_NVL72 = GpuSheet(
         "flops.fp32": f"{GB200}: 5,760 TFLOPS / 72",
         "nvlink_bandwidth": f"{GB200}: 130 TB/s / 72 = 1.8 TB/s in both directions, halved",
         "nvlink_domain": f"{GB200}: 72 GPUs",
+        "host_gpus": f"{GB200}: 18 compute trays, 72 / 18",
         "compute_capability": CAPABILITY,
     },
 )
@@ -223,6 +234,7 @@ GB300_NVL72 = GpuSheet(
     flops={"bf16": 2.5e15, "fp8": 5e15, "fp4": 15e15, "tf32": 1.25e15, "fp32": 6e15 / 72},
     nvlink_bandwidth=900e9,
     nvlink_domain=72,
+    host_gpus=4,
     compute_capability=(10, 3),
     sources={
         "memory_bytes": f"{GB300}: 20 TB / 72, to the GB 279 (announced with 288 GB)",
@@ -236,6 +248,7 @@ GB300_NVL72 = GpuSheet(
         "flops.fp32": f"{GB300}: 6 PFLOPS (printed to one digit) / 72",
         "nvlink_bandwidth": f"{GB300}: 130 TB/s / 72 = 1.8 TB/s in both directions, halved",
         "nvlink_domain": f"{GB300}: 72 GPUs",
+        "host_gpus": f"{GB300}: 18 compute trays, 72 / 18",
         "compute_capability": CAPABILITY,
     },
 )

@@ -32,14 +32,22 @@ def kv_page(model: str, sizing: KVSizing, console: Console) -> None:
     console.print(Text(printable(model), style="bold"))
     console.print(
         f"KV cache of {s.sequences:,} x {s.context:,} tokens in {s.kv_dtype}, TP{s.tp}"
-        + (", with its drafter" if sizing.drafter else "")
+        + (", with a drafter" if sizing.drafter else ", no drafter")
     )
     console.print(
         f"{sizing.bytes_per_token:,} bytes a token in the layers that grow; all layers full would "
         f"be {sizing.naive_bytes_per_token:,}"
     )
     console.print()
-    table = _table("one GPU, exact", "full", "sliding", "drafter", "padding", "total", "of naive")
+    table = _table(
+        "one GPU, exact for this shape",
+        "full",
+        "sliding",
+        "drafter",
+        "padding",
+        "total",
+        "of naive",
+    )
     naive = sizing.per_gpu("naive").total
     for account in ACCOUNTS:
         b = sizing.per_gpu(account)
@@ -51,7 +59,7 @@ def kv_page(model: str, sizing: KVSizing, console: Console) -> None:
     console.print(table)
     if sizing.hybrid_off_refusal:
         console.print(Text(f"hybrid manager off: {sizing.hybrid_off_refusal}", style="dim"))
-    console.print(f"binding: {sizing.binding_sentence}")
+    console.print(f"what limits it: {sizing.binding_sentence}")
     console.print()
     copies = "" if sizing.replicas == 1 else f" ({sizing.replicas} copies of each KV head)"
     for name, value in (
@@ -72,7 +80,11 @@ def kv_page(model: str, sizing: KVSizing, console: Console) -> None:
 
 def plan_page(best: Plan, plans: Sequence[Plan], console: Console) -> None:
     """The page of ``workbench plan``."""
-    console.print(Text(printable(best.verdict), style="bold"))
+    if best.runs:
+        console.print(Text(printable(best.verdict), style="bold"))
+    else:  # the verdict is the error, which goes to stderr
+        heading = f"{best.model} on {best.layout.gpus} x {best.gpu.name} ({best.layout.name})"
+        console.print(Text(printable(heading), style="bold"))
     gpu = best.gpu
     console.print(
         Text(
@@ -92,24 +104,34 @@ def plan_page(best: Plan, plans: Sequence[Plan], console: Console) -> None:
         table.add_row(name, gib(value), how)
     console.print(table)
     console.print()
-    console.print(
-        f"at this concurrency at most {best.max_context:,} tokens; at this context at most "
-        f"{best.max_sequences:,} sequences"
-    )
-    for line in (*best.refusals, *best.notes):
+    console.print(best.reach)
+    told = best.refusals[best.fits :]  # the first is in the verdict, where that is a refusal
+    for line in (*told, *best.notes):
         console.print(Text(f"note: {printable(line)}", style="yellow"))
     console.print()
     if len(plans) > 1:
-        table = _table("layout", "weights", "KV", "free", "max context", "max sequences", "runs")
+        table = _table(
+            "layout", "weights", "KV", "free", "max context", "max sequences", "decode", "runs"
+        )
         for plan in plans:
+            step = plan.decode_step()
             table.add_row(
-                plan.layout.name,
+                f"{plan.layout.name} *" if plan.layout == best.layout else plan.layout.name,
                 *(gib(x) for x in (plan.weights_bytes, plan.kv_bytes, plan.free_bytes)),
                 f"{plan.max_context:,}",
                 f"{plan.max_sequences:,}",
+                "-" if step is None else f"{step.milliseconds:.2f} ms",
                 "yes" if plan.runs else "refused" if plan.fits else "no",
             )
         console.print(table)
+        console.print(
+            Text(
+                "* taken: the first that runs, which is no advice about speed · weights, KV and "
+                "free are of one GPU · decode: one step of all sequences, modelled as a roofline "
+                "at data sheet rates, a lower bound",
+                style="dim",
+            )
+        )
         console.print()
     if not best.runs:  # a command that cannot start is not one to copy
         return

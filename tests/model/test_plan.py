@@ -148,7 +148,7 @@ def test_batches_the_engine_would_not_start_with() -> None:
     crowd = plan(gpus=None, layout=Layout(tp=8), sequences=300, batched_tokens=100, context=99)
     assert any("300 sequences a group are more than the 100" in r for r in crowd.refusals)
     assert not crowd.runs
-    assert crowd.max_sequences == 100
+    assert crowd.max_sequences == 100 // 8
     for tokens, runs in ((8, False), (9, True)):
         assert plan(batched_tokens=tokens).runs is runs
         assert plan(batched_tokens=tokens, drafter=None, speculation=None).runs
@@ -166,7 +166,10 @@ def test_notes_about_the_drafter() -> None:
 def test_notes_say_what_the_memory_does_not() -> None:
     crowd = plan(sequences=2000)
     assert any("at most 1,024 sequences a group" in note for note in crowd.notes)
-    assert not plan(sequences=1024).notes
+    calm = plan(sequences=1024)
+    assert not any("at once" in note for note in calm.notes)
+    assert any("8 GPUs are 2 hosts of 4" in note for note in calm.notes)  # trays of an NVL72
+    assert not plan(gpu=sheet("B200"), sequences=8).notes
     refined = plan(gpu=H200, weights="fp8")
     assert any("64 x 64" in note for note in refined.notes)
     assert any("multiplied in BF16" in note for note in plan(gpu=H200).notes)
@@ -182,6 +185,41 @@ def test_data_parallel_groups_share_the_sequences() -> None:
     assert p.kv.settings.tp == 1
     assert "--max-num-seqs 4" in p.serve_command
     assert p.max_sequences % 8 == 0
+
+
+def test_a_drafter_is_used_by_the_command_as_well() -> None:
+    """Counting one and not asking for it would be a plan for nobody."""
+    counted = plan(speculation=None)
+    assert counted.speculation == Speculation()
+    assert "dflash" in counted.serve_command
+    assert "drafter: counted" in repr(counted)
+    assert "drafter: none" in repr(plan(drafter=None, speculation=None))
+
+
+def test_a_drafter_known_by_name_is_assumed_and_said() -> None:
+    for more in ({"gpus": 8}, {"gpus": None, "layout": Layout(tp=8)}):
+        named = plan(drafter="beam-501b-dflash2", **more)
+        assert named.kv.drafter == DRAFTER
+        assert any("the drafter's shape is assumed" in note for note in named.notes)
+    assert not any("assumed" in note for note in plan().notes)
+
+
+def test_limits_end_where_the_engine_runs_no_more_at_once() -> None:
+    many = plan(context=4096)
+    assert many.max_sequences == 8192 // 8
+    assert "the model's own 1,048,576 tokens" in many.reach
+    free = plan(context=4096, drafter=None, speculation=None)
+    assert free.max_sequences > 8192 // 8
+
+
+def test_decode_step_is_the_roofline_s() -> None:
+    """Most of a step at 16 sequences are the experts they choose; by hand their bytes."""
+    step = plan(sequences=16).decode_step()
+    assert step is not None
+    distinct = 256 * (1 - (248 / 256) ** 16)
+    slices = 49 * 3 * distinct * (5120 * 320 * 9 / 16 + 8)
+    assert slices / 8e12 < step.seconds < 3 * slices / 8e12
+    assert plan(gpu=sheet("B200"), gpus=None, layout=Layout(tp=16)).decode_step() is None
 
 
 def test_command_says_all_that_was_planned() -> None:

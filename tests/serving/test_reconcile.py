@@ -159,6 +159,22 @@ def test_other_releases_are_read_with_a_word_about_grouping() -> None:
     assert "How layers are grouped" not in notes("0.33.0")
 
 
+def test_what_was_assumed_or_not_used_is_said() -> None:
+    text = lines("0.33.0", 1, 1.0)
+    said = " ".join(reconcile(text, BEAM, tp=8, context=4096).caveats)
+    assert "does not say batched tokens: taken as 8192 (assumed)" in said
+    assert "The log says context 131072; the 4096 that was given is not used" in said
+    assert "does not say tp" not in said
+    assert "async scheduling: taken as True (the release's default)" in said
+    given = " ".join(reconcile(text, BEAM, **GIVEN, async_scheduling=False).caveats)
+    assert "async" not in given
+
+
+def test_a_path_is_not_a_log() -> None:
+    with pytest.raises(WorkbenchError, match=r"looks like a path.*read_text"):
+        reconcile("runs/vllm.log", BEAM)
+
+
 def test_two_percent_is_the_line() -> None:
     def told(logged: float | None) -> Comparison:
         return Comparison(

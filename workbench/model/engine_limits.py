@@ -126,8 +126,13 @@ def _weight_notes(
         )
     if layout.gpus > gpu.nvlink_domain:
         yield (
-            f"{layout.gpus} GPUs are more than the {gpu.nvlink_domain} that NVLink joins: the "
-            "command starts one node of several"
+            f"{layout.gpus} GPUs are more than the {gpu.nvlink_domain} that NVLink joins: what "
+            "goes between the groups of them is slower"
+        )
+    if layout.gpus > gpu.host_gpus:
+        yield (
+            f"{layout.gpus} GPUs are {-(-layout.gpus // gpu.host_gpus)} hosts of {gpu.host_gpus}: "
+            "the command alone starts one host and wants the engine's options for several"
         )
 
 

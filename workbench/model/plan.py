@@ -12,6 +12,7 @@ from math import ceil
 from typing import Any
 
 from workbench.datasheet import GpuSheet, sheet
+from workbench.kernels.roofline import data_sheet_rates
 from workbench.model.asked import SizingError, instance, path, shown, whole
 from workbench.model.config import BeamConfig, is_number
 from workbench.model.display import Shown, gib
@@ -20,9 +21,16 @@ from workbench.model.engine_limits import notes, refusals
 from workbench.model.kv_inverse import largest
 from workbench.model.kv_settings import MOST_SEQUENCES, KVDtype
 from workbench.model.layout import Layout, layouts
-from workbench.model.presets import config_of, drafter_config_of
+from workbench.model.presets import (
+    assumed_drafter,
+    beam_501b_dflash2,
+    config_of,
+    drafter_config_of,
+)
 from workbench.model.serve_command import Speculation, engine_arguments, shell
 from workbench.model.sizing import KVSizing, size_kv
+from workbench.model.step_values import StepTime
+from workbench.model.steptime import decode_step
 from workbench.model.weights import Precision, WeightSizing, precision, size_weights
 from workbench.model.workspace import workspace_bytes
 
@@ -35,9 +43,10 @@ class Plan(Shown):
 
     ``kv`` sizes one data-parallel group: ``sequences`` is spread over ``layout.dp`` of them.
     ``workspace_bytes`` is modelled. ``max_context`` is the longest context at this concurrency,
-    ``max_sequences`` the most sequences at this context, over all groups and at most the batched
-    tokens of each; both by the engine's own account, exactly, and 0 where nothing fits.
-    ``refusals`` are reasons why the engine would not start although the memory suffices.
+    ``max_sequences`` the most sequences at this context, over all groups, that the engine also runs
+    at once (a batch has a token for each, and for each of its drafts); both by the engine's own
+    account, exactly, and 0 where nothing fits. ``refusals`` are reasons why the engine would not
+    start although the memory suffices.
     """
 
     model: str
@@ -120,6 +129,17 @@ class Plan(Shown):
         return shell(self.arguments)
 
     @property
+    def reach(self) -> str:
+        """How far it goes, in words."""
+        longest = f"{self.max_context:,} tokens"
+        if self.max_context == self.config.max_position_embeddings:
+            longest = f"the model's own {longest}"
+        return (
+            f"at this concurrency up to {longest}; at this context up to {self.max_sequences:,} "
+            f"sequences on all {self.layout.gpus} GPUs together"
+        )
+
+    @property
     def verdict(self) -> str:
         """In one sentence: whether it runs, and by how much."""
         what = (
@@ -143,6 +163,24 @@ class Plan(Shown):
             return f"{what} fits, but the engine refuses it: {self.refusals[0]}"
         return f"{what} fits with {gib(self.free_bytes)} a GPU to spare"
 
+    def decode_step(self) -> StepTime | None:
+        """One plain decode step of all sequences, **modelled** at data sheet rates.
+
+        None where GPUs beyond one NVLink domain take part: the network between is not known.
+        """
+        try:
+            return decode_step(
+                self.config,
+                batch=self.sequences,
+                context=self.kv.settings.context,
+                rates=data_sheet_rates(self.gpu),
+                layout=self.layout,
+                precision=self.precision,
+                kv_dtype=self.kv.settings.kv_dtype,
+            )
+        except SizingError:
+            return None
+
     def __repr__(self) -> str:
         rows = (
             ("weights, exact", self.weights_bytes),
@@ -151,16 +189,17 @@ class Plan(Shown):
             ("free", self.free_bytes),
             ("the engine may use", self.budget_bytes),
         )
-        lines = [self.verdict, *(f"  {name:<28}{gib(size):>14}" for name, size in rows)]
-        lines.append(
-            f"at most {self.max_context:,} tokens at this concurrency, {self.max_sequences:,} "
-            "sequences at this context"
-        )
+        drafter = "counted" if self.kv.drafter is not None else "none"
+        lines = [
+            f"{self.verdict}; drafter: {drafter}",
+            *(f"  {name:<28}{gib(size):>14}" for name, size in rows),
+        ]
+        lines.append(self.reach)
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document of ``workbench plan --json``."""
-        settings = self.kv.settings
+        settings, step = self.kv.settings, self.decode_step()
         return {
             "model": self.model,
             "gpu": self.gpu.name,
@@ -192,6 +231,7 @@ class Plan(Shown):
                 "kv_ideal_bytes": self.kv.per_gpu("ideal").total,
                 "free_bytes": self.free_bytes,
             },
+            "modelled_decode_ms": None if step is None else step.milliseconds,
             "max_context": self.max_context,
             "max_sequences": self.max_sequences,
             "arguments": self.arguments,
@@ -225,7 +265,7 @@ def make_plan(
 
     Without a layout, the first that runs is taken (tensor parallel before data parallel, see
     :func:`~workbench.model.layout.layouts`), or the first of all where none does. ``drafter`` gives
-    the drafter's shape, ``speculation`` how the engine is asked to use it.
+    the drafter's shape; the engine is then asked to use it, as ``speculation`` says.
 
     Raises:
         SizingError: a value that cannot be, or no layout of so many GPUs exists.
@@ -244,6 +284,8 @@ def make_plan(
         "utilization": utilization,
         "name": name or (model if isinstance(model, str) else "the model"),
     }
+    if drafter is not None and speculation is None:
+        given["speculation"] = Speculation()
     config, card = config_of(model), _card(gpu)
     if layout is not None:
         instance("layout", layout, Layout, "a Layout, such as Layout(tp=8)")
@@ -252,11 +294,17 @@ def make_plan(
                 f"{layout.name} takes {layout.gpus} GPUs, but {shown(gpus)} are given; "
                 "make tp x dp equal to the number of GPUs"
             )
-        return _plan(config, card, layout, **given | {"drafter": drafter_config_of(drafter)})
+        given |= {"drafter": drafter_config_of(drafter), "remarks": _remarks(drafter)}
+        return _plan(config, card, layout, **given)
     if gpus is None:
         raise SizingError("say on how many GPUs, or in which layout")
     plans = all_plans(config, card, gpus=gpus, **given)
     return next((plan for plan in plans if plan.runs), plans[0])
+
+
+def _remarks(drafter: DFlash2Config | str | None) -> tuple[str, ...]:
+    known = isinstance(drafter, str) and drafter == beam_501b_dflash2().name
+    return (assumed_drafter(str(drafter)),) if known else ()
 
 
 def all_plans(
@@ -276,6 +324,7 @@ def all_plans(
         )
     options: dict[str, Any] = {"weights": "bf16", "kv_dtype": "fp8", "sequences": 1} | given
     options["weights"] = precision(options["weights"])
+    options["remarks"] = _remarks(options.get("drafter"))
     options["drafter"] = drafter_config_of(options.get("drafter"))
     options.setdefault("name", model if isinstance(model, str) else "the model")
     plans = []
@@ -319,6 +368,7 @@ def _plan(
     checkpoint: str | None = None,
     utilization: float = UTILIZATION,
     name: str = "the model",
+    remarks: tuple[str, ...] = (),
 ) -> Plan:
     if speculation is not None:
         instance("speculation", speculation, Speculation, "a Speculation, or None")
@@ -351,7 +401,8 @@ def _plan(
         work = workspace_bytes(config, layout, batched_tokens, count, speculation, drafter)
         return needed + work <= room
 
-    most = min(MOST_SEQUENCES, batched_tokens)  # the engine wants a token for each sequence
+    # The engine wants a token of the batch for each sequence, and for each of its drafts.
+    most = min(MOST_SEQUENCES, batched_tokens // (speculation.tokens + 1 if speculation else 1))
     return Plan(
         model=name,
         config=config,
@@ -368,5 +419,5 @@ def _plan(
         speculation=speculation,
         checkpoint=checkpoint,
         refusals=refusals(config, weights, layout, kv.settings, speculation),
-        notes=notes(config, weights, layout, gpu, kv.settings, drafter, speculation),
+        notes=(*notes(config, weights, layout, gpu, kv.settings, drafter, speculation), *remarks),
     )

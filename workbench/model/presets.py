@@ -167,6 +167,11 @@ def beam_501b_dflash2() -> ResolvedDrafter:
     return ResolvedDrafter(name="beam-501b-dflash2", config=config, sources=sources)
 
 
+def assumed_drafter(name: str) -> str:
+    """A sentence about a drafter whose shape is not public."""
+    return f"the drafter's shape is assumed: counted as {name}; give a drafter's folder for another"
+
+
 def drafter_of(model: str) -> str | None:
     """Name of the drafter known for a model of :func:`known_models`, None where there is none."""
     return "beam-501b-dflash2" if model == "beam-501b" else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from workbench.datasheet import GpuSheet, sheet
-from workbench.model.asked import SizingError, instance
+from workbench.model.asked import SizingError, instance, shown
 from workbench.model.config import BeamConfig
 from workbench.model.display import gib
 from workbench.model.drafter_config import DFlash2Config
@@ -175,6 +175,10 @@ def reconcile(
     if version is not None:
         instance("version", version, str, 'a version such as "0.33.0"')
     if isinstance(log, str):
+        if log.strip() and len(log.splitlines()) == 1 and log.strip().endswith((".txt", ".log")):
+            raise SizingError(
+                f"{shown(log)} looks like a path; give the text in the file: Path(...).read_text()"
+            )
         parsed = parse_startup_log(log, version=version)
     else:
         instance("log", log, StartupLog, "the text of a start-up log, or a StartupLog")
@@ -186,14 +190,23 @@ def reconcile(
     card = sheet(gpu) if isinstance(gpu, str) else gpu
     settings: dict[str, tuple[Any, str]] = {}
 
+    remarks: list[str] = []
+
     def setting(name: str, logged: Any, given: Any, default: Any, where: str) -> Any:
+        words = name.replace("_", " ")
+        if logged is not None and given is not None and logged != given:
+            remarks.append(
+                f"The log says {words} {logged}; the {given} that was given is not used."
+            )
+        elif logged is None and given is None and default is not None:
+            remarks.append(f"The log does not say {words}: taken as {default} ({where}).")
         value, source = (
             (logged, "log") if logged is not None
             else (given, "given") if given is not None
             else (default, where)
         )  # fmt: skip
         if value is None:
-            raise SizingError(f"the log does not say {name}; give it")
+            raise SizingError(f"the log does not say {words}; give {name}=")
         settings[name] = (value, source)
         return value
 
@@ -234,7 +247,7 @@ def reconcile(
         version=parsed.version,
         settings=settings,
         rows=tuple(rows),
-        caveats=(*parsed.caveats, *_caveats(parsed, extra)),
+        caveats=(*_said(parsed), *remarks, *_caveats(parsed, extra)),
     )
 
 
@@ -395,6 +408,11 @@ def _row_of_product(log: StartupLog, rules: VersionRules, length: int) -> list[C
             meaning=log.explanation,
         )
     ]
+
+
+def _said(log: StartupLog) -> list[str]:
+    """The log's own caveats, less the one about a setting that a remark speaks of."""
+    return [text for text in log.caveats if "whether asynchronous scheduling is on" not in text]
 
 
 def _caveats(log: StartupLog, drafter: DFlash2Config | None) -> list[str]:

@@ -209,6 +209,10 @@ def plans_html(plans: Sequence[Plan], *, chosen: Plan | None = None, commands: b
         )
     )
     rows = []
+    # What is to be said of every plan is said once, below.
+    common = [
+        note for note in plans[0].notes if len(plans) > 1 and all(note in p.notes for p in plans)
+    ]
     for plan in plans:
         cells = "".join(
             box(cell, *(_NUMBER if number else _WORD), tag="td")
@@ -228,7 +232,8 @@ def plans_html(plans: Sequence[Plan], *, chosen: Plan | None = None, commands: b
             "background:transparent"
         )  # fmt: skip
         rows.append(box(cells, _RULE, shade, tag="tr"))
-        more = "".join(_remark(remark) for remark in (*plan.refusals, *plan.notes))
+        own = [note for note in plan.notes if note not in common]
+        more = "".join(_remark(remark) for remark in (*plan.refusals, *own))
         more += _command(plan) if commands else ""
         if more:
             rows.append(
@@ -243,7 +248,8 @@ def plans_html(plans: Sequence[Plan], *, chosen: Plan | None = None, commands: b
             box(head, "background:transparent", tag="tr") + "".join(rows),
             *_TABLE,
             tag="table",
-        ),
+        )
+        + "".join(_remark(note) for note in common),
         "overflow-x:auto",
     )  # fmt: skip
 
