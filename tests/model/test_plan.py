@@ -179,6 +179,22 @@ def test_notes_say_what_the_memory_does_not() -> None:
     assert any("more than the 8 that NVLink joins" in note for note in padded.notes)
 
 
+def test_verdicts_name_what_is_short() -> None:
+    """Weights, weights with the workspace, one sequence, or the number of them."""
+    weights = plan(gpu=H200, gpus=1, weights="bf16").verdict
+    assert "exceed the 128.62 GiB" in weights
+    rank = {"gpu": H200, "gpus": None, "layout": Layout(tp=8), "weights": "bf16"}
+    scratch = plan(**rank, batched_tokens=131_072).verdict
+    assert "and workspace of" in scratch
+    assert "leave nothing of the" in scratch
+    one = plan(**rank, context=1_048_576, kv_dtype="bf16", sequences=8, batched_tokens=32_768)
+    assert one.max_sequences == 0
+    assert "for a single sequence a group of 1,048,576 tokens" in one.verdict
+    assert "at most 0" not in one.verdict
+    many = plan(**rank, sequences=500).verdict
+    assert f"at most {plan(**rank, sequences=500).max_sequences:,} sequences" in many
+
+
 def test_data_parallel_groups_share_the_sequences() -> None:
     p = plan(gpus=None, layout=Layout(dp=8, expert_parallel=True), sequences=30)
     assert p.sequences_per_group == 4

@@ -277,6 +277,9 @@ def test_every_figure_says_where_its_numbers_come_from(
         # Backgrounds are the page's, and nothing that must be read has a colour of its own.
         assert view.figure.layout.template.layout.paper_bgcolor == "rgba(0,0,0,0)"
         assert view.figure.layout.title.text.startswith("<span style="), name
+        # Titles of a page start at one place: where the template says, and no figure else.
+        assert view.figure.layout.template.layout.title.xref == "container", name
+        assert (view.figure.layout.title.x, view.figure.layout.title.xref) == (None, None), name
         for axis in [*view.figure.select_xaxes(), *view.figure.select_yaxes()]:
             if axis.title.text:
                 assert axis.title.text.startswith("<span style="), name

@@ -12,6 +12,7 @@ import pytest
 
 from workbench import views
 from workbench.errors import WorkbenchError
+from workbench.model.sizing import ENGINE
 from workbench.views.kv_dashboard import MemoryDashboard
 from workbench.views.view import PLOTLY
 
@@ -139,12 +140,15 @@ def test_what_cannot_be_planned_is_a_sentence_and_the_rest_stays(memory: MemoryD
     before, command = memory.plan, memory.command.command
     memory.controls.expert_parallel.value = False
     assert "moe_intermediate_size" in memory.problem
-    assert "Traceback" not in memory._problem.value
-    assert memory.problem[:40] in memory._problem.value
+    assert "Traceback" not in memory._verdict.value
+    assert memory.problem[:40] in memory._verdict.value
     assert (memory.plan, memory.command.command) == (before, command)
+    # All sequences, not those of one of the 72 groups.
+    assert "Shown is still 72 × H200, " in memory._verdict.value
+    assert ", 8 sequences of 131,072 tokens, FP8." in memory._verdict.value
     memory.controls.expert_parallel.value = True
     assert memory.problem == ""
-    assert memory._problem.value == ""
+    assert "bw-kv-problem" not in memory._verdict.value
     memory.controls.drafter.value = True
     memory.controls.account.value = "hybrid_off"
     assert memory.problem == ""
@@ -158,6 +162,72 @@ def test_a_refused_or_too_large_plan_says_so(memory: MemoryDashboard) -> None:
     assert not memory.plan.fits
     assert "does not fit" in memory._verdict.value
     assert "too little" in heading(memory, 1)
+
+
+def test_the_command_says_where_it_would_not_start(memory: MemoryDashboard) -> None:
+    assert memory.command.title.endswith(ENGINE)
+    memory.controls.tp.value = 4
+    assert memory.plan.fits
+    assert memory.command.title.endswith("(refused by the engine)")
+    memory.controls.tp.value = 8
+    memory.controls.weights.value = "bf16"
+    memory.controls.gpu.value = "H100"
+    assert memory.command.title.endswith("(does not fit)")
+
+
+def test_growth_is_whole_and_its_heights_move(memory: MemoryDashboard) -> None:
+    def highest() -> float:
+        stacked = sum(trace.y for trace in memory.figure.data[:4])
+        return float(max(stacked.max(), memory.figure.data[4].y.max()))
+
+    def top() -> float:
+        return float(memory.figure.layout.yaxis.range[1])
+
+    memory.controls.drafter.value = True
+    memory.controls.batched_tokens.value = 131_072
+    naive = memory.figure.data[4].y.max()
+    assert highest() > naive  # the drafter and padding, which the naive answer does not have
+    heights = []
+    for sequences in (8, 12, 16, 24, 32, 48):
+        memory.controls.sequences.value = sequences
+        assert highest() <= top() <= 2.5 * highest()
+        assert f"{top():.0e}"[0] in "125"
+        assert float(f"{top():.0e}") == pytest.approx(top())
+        heights.append(highest() / top())
+    assert all(abs(b - a) > 0.1 for a, b in pairwise(heights))
+
+
+def test_the_rank_comes_back_with_the_gpus(memory: MemoryDashboard) -> None:
+    controls = memory.controls
+    controls.gpus.value = 1
+    controls.context.value = 4096
+    assert controls.tp.value == 1
+    controls.gpus.value = 8
+    assert controls.tp.value == 8
+    controls.tp.value = 2
+    controls.gpus.value = 1
+    controls.gpus.value = 16
+    assert controls.tp.value == 2
+
+
+def test_what_stays_keeps_its_place(memory: MemoryDashboard) -> None:
+    def free() -> Any:
+        return next(t for t in memory.figure.data if "free" in (t.name or ""))
+
+    assert (free().showlegend, free().x[0] > 0) == (True, True)
+    memory.controls.gpu.value = "H100"
+    memory.controls.weights.value = "bf16"
+    assert (free().showlegend, free().x[0]) == (True, 0)
+
+
+def test_a_page_that_goes_is_sent_nothing(memory: MemoryDashboard) -> None:
+    memory.figure._view_count = 1
+    assert memory.figure.layout.meta == {"views": 1}
+    memory.figure._view_count = 0
+    assert memory.figure.layout.meta == {"views": 1}
+    memory.figure._view_count = 1
+    memory.figure._view_count = 2
+    assert memory.figure.layout.meta == {"views": 2}
 
 
 def test_export_writes_the_file_and_hands_it_over(

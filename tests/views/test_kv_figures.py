@@ -3,6 +3,7 @@
 import json
 import re
 from html import unescape
+from itertools import pairwise
 from typing import Any
 
 import plotly.graph_objects as go
@@ -129,6 +130,7 @@ def test_strip_has_the_bytes_of_every_layer(eight: KVSizing) -> None:
     assert "layer 3" in strip.text[0][3]
     assert "all tokens" in strip.text[0][3]
     assert ENGINE in subtitle(view)
+    assert "a sliding layer 33.0 MiB, a full layer 256.0 MiB" in subtitle(view)
     assert "43 sliding layers: 33.0 MiB each" in view.text  # 8 x 1057 x 4096 bytes
     assert "9 full layers: 256.0 MiB each" in view.text
 
@@ -206,6 +208,54 @@ def test_each_kind_of_gpu_has_its_own_lines(config: BeamConfig) -> None:
     assert "H200" in view.figure.layout.yaxis.ticktext[0]
 
 
+def test_words_stand_between_the_limits_and_within_their_piece(config: BeamConfig) -> None:
+    plans = [plan(config, gpu) for gpu in ("H100", "H200", "GB300")]
+    view = views.kv_per_gpu(plans)
+    end = view.figure.layout.xaxis.range[1]
+    bars = {plain(t.name): t.x for t in view.figure.data if isinstance(t, go.Bar)}
+    words = view.figure.data[-1]
+    assert len(words.text) >= 6
+    for x, row, text in zip(words.x, words.y, map(plain, words.text), strict=True):
+        half = 5 * len(text) / 2 / 424 * end  # a letter's px, and those of a narrow page's axis
+        edges = [0.0]
+        for lengths in bars.values():
+            edges.append(edges[-1] + lengths[row])
+        low, high = next((a, b) for a, b in pairwise(edges) if a < x < b)
+        assert low <= x - half
+        assert x + half <= high
+        for limit in (plans[row].budget_bytes / GIB, plans[row].memory_bytes / GIB):
+            assert not x - half < limit < x + half
+        length = float(text.split()[-1].replace(",", ""))
+        assert length == pytest.approx(high - low, abs=0.051)
+
+
+def test_a_bar_that_is_cut_off_says_what_it_comes_to(config: BeamConfig) -> None:
+    large = plan(config, layout=Layout(dp=8, expert_parallel=True), batched_tokens=131_072 * 8)
+    view = views.kv_per_gpu([large, plan(config)])
+    end = view.figure.layout.xaxis.range[1]
+    used = sum(t.x[0] for t in view.figure.data if isinstance(t, go.Bar))
+    assert used > end
+    words = view.figure.data[-1]
+    beyond = [(x, y, plain(t)) for x, y, t, position in
+              zip(words.x, words.y, words.text, words.textposition, strict=True)
+              if position == "middle right"]  # fmt: skip
+    assert beyond == [(end, 0, f"→ {used:,.0f} GiB")]
+    assert view.figure.layout.margin.r > 80  # room for it
+    # What can be seen of the piece has its words, with the whole length.
+    assert f"workspace {large.workspace_bytes / GIB:,.1f}" in map(plain, words.text)
+    assert views.kv_per_gpu(plan(config)).figure.layout.margin.r < 80
+
+
+def test_bars_of_different_loads_say_their_own(config: BeamConfig) -> None:
+    view = views.kv_per_gpu([plan(config), plan(config, sequences=4, context=4096)])
+    assert [t.split("<br>")[-1].removesuffix("</span>")
+            for t in view.figure.layout.yaxis.ticktext] == [
+        "16 × 1,048,576, FP8", "4 × 4,096, FP8",
+    ]  # fmt: skip
+    assert "16 sequences" not in subtitle(view)
+    assert "16 sequences of 1,048,576 tokens" in subtitle(views.kv_per_gpu(plan(config)))
+
+
 # -- pages --------------------------------------------------------------------------------------
 
 
@@ -242,6 +292,7 @@ def test_accounts_say_what_the_engine_refuses_and_copies(
     assert view.html is not None
     assert "windows differ (512, 2048)" in view.text
     assert "windows differ (512, 2048)" in view.html
+    assert "12 groups in the engine: " in view.text
     groups = re.findall(r"(\d+) groups? of (\d+)", view.text)
     assert sum(int(count) for count, _ in groups) == 12
     assert sum(int(count) * int(layers) for count, layers in groups) == 57
@@ -264,6 +315,51 @@ def test_plans_say_what_runs_and_hold_their_commands(config: BeamConfig) -> None
     mixed = plan(config, layout=Layout(tp=4, dp=2, expert_parallel=True))
     if mixed.refusals:
         assert mixed.refusals[0] in views.plan_table(mixed).text
+
+
+def test_a_remark_on_several_plans_is_said_once(config: BeamConfig) -> None:
+    plans = [
+        plan(config, layout=layout)
+        for layout in (
+            Layout(tp=8),
+            Layout(tp=8, expert_parallel=True),
+            Layout(tp=4, dp=2, expert_parallel=True),
+            Layout(tp=2, dp=4, expert_parallel=True),
+            Layout(tp=4, dp=2),
+        )
+    ]
+    view = views.plan_table(plans)
+    assert view.html is not None
+    notes = [note for p in plans for note in (*p.refusals, *p.notes)]
+    repeated = {note for note in notes if notes.count(note) > 1}
+    assert len(repeated) == 2
+    for note in repeated:
+        assert unescape(view.html).count(note) == 1
+    for one in plans:
+        row = view.html.split(f"<b>{one.layout.name}</b>")[1].split("</tr>")[0]
+        marks = set(re.findall("[¹²³]", row))
+        foot = {*one.refusals, *one.notes}
+        assert marks == {m for m, note in re.findall("([¹²³]) (.*?)</div>", unescape(view.html))
+                         if note in foot}  # fmt: skip
+        assert len(marks) == len(foot)
+    refusal = plans[2].refusals[0]
+    assert view.text.count(refusal) == 1
+    assert view.text.endswith(f"¹ {refusal}")
+    assert view.text.count("¹") == 3
+
+
+def test_nothing_and_the_models_limit_are_said_in_the_table(config: BeamConfig) -> None:
+    nothing, everything = plan(config, "H100", weights="bf16"), plan(config, "GB300")
+    assert (nothing.max_context, nothing.max_sequences) == (0, 0)
+    view = views.plan_table([nothing, everything])
+    assert view.html is not None
+    first, second = (part.split("</tr>")[0] for part in view.html.split("<b>TP8</b>")[1:])
+    assert first.count(">–</td>") == 2
+    assert ">1,048,576 (model&#x27;s limit)</td>" in second
+    assert " 0 " not in view.text.splitlines()[0]
+    assert "1,048,576 tokens (model's limit)" in view.text.splitlines()[1]
+    shorter = plan(config, context=1024, sequences=64, gpu="H200")
+    assert ("limit" in views.plan_table(shorter).text) == (shorter.max_context == 1 << 20)
 
 
 def test_the_copy_button_reads_the_page_and_nothing_else(config: BeamConfig) -> None:

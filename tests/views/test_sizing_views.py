@@ -20,7 +20,7 @@ from workbench.model.presets import resolve_drafter
 from workbench.model.references import REFERENCES, Comparison, Reference, comparisons
 from workbench.model.routing import TouchedExperts
 from workbench.model.step_values import Operation, StepSettings, StepTime, with_shares
-from workbench.model.steptime import decode_step, speculative_step
+from workbench.model.steptime import decode_step, speculative_step, verify_step
 from workbench.model.weight_curve import weight_curve
 from workbench.model.weights import PRECISIONS, precision, size_weights
 from workbench.serving import reconcile as reconciling
@@ -37,6 +37,9 @@ LOGS = Path(__file__).parents[1] / "data" / "startup_logs"
 HOSTILE = "<script>alert(1)</script>"
 TP8, DP8 = Layout(tp=8), Layout(dp=8, expert_parallel=True)
 GIB = 2**30
+# px that JupyterLab leaves to a figure, beside its side bar, on a page of 1280 and of 1000 px
+PAGES = (845, 565)
+LETTER = 6.2  # px of a letter of 11 px, of the widest usual typeface
 EXPERT_WEIGHTS = 49 * 256 * 3 * 5120 * 2560  # of beam-501b, all layers
 
 
@@ -78,6 +81,10 @@ def test_weight_bars_by_precision(full: BeamConfig) -> None:
     stacked = np.sum([trace.x for trace in drawn.values()], axis=0)
     written = [t for t in view.figure.data if t.text and "GiB" in t.text[0]]
     assert [plain(text) for text in written[0].text] == [f"{total:,.2f} GiB" for total in stacked]
+    layout = view.figure.layout
+    px = (PAGES[1] - layout.margin.l - layout.margin.r) / layout.xaxis.range[1]
+    for total, text in zip(stacked, written[0].text, strict=True):  # bold letters of 12 px
+        assert (layout.xaxis.range[1] - total) * px + layout.margin.r >= 8 * len(plain(text))
     assert view.text.splitlines()[0] == "beam-501b: weights in all"
     assert f"{2 * EXPERT_WEIGHTS / GIB:,.2f} GiB" in view.text.splitlines()[2]
     assert "exact" in plain(view.figure.layout.title.subtitle.text)
@@ -186,10 +193,13 @@ def test_step_breakdown_draws_times_and_limits() -> None:
     assert (memory or None) is None
     assert None not in (compute or None, wire or None)
     assert len({memory, compute, wire}) == 3  # told apart without colours
-    legend = {plain(t.name): t.marker.pattern.shape for t in view.figure.data if t.x[0] is None}
-    assert legend["limited by memory"] is None
-    assert legend["limited by arithmetic"] == compute
-    assert legend["limited by NVLink"] == wire
+    assert (compute, wire) == ("/", "x")  # as the subtitle says
+    subtitle = " ".join(plain(view.figure.layout.title.subtitle.text).split())
+    assert "limited by memory (plain), arithmetic (hatched), NVLink (crossed)" in subtitle
+    legend = {plain(t.name): t.marker for t in view.figure.data if t.x[0] is None}
+    assert set(legend) == {"experts", "projections", "communication", "others"}
+    fills = [(marker.color, marker.pattern.shape) for marker in legend.values()]
+    assert len(set(fills)) == len(fills)
     floor = named(view)["all overlapped"]
     assert list(floor.x) == pytest.approx(
         [3.01, 5]
@@ -222,6 +232,57 @@ def test_step_breakdown_of_real_steps(full: BeamConfig) -> None:
     assert len(theme.TEMPLATE.data.to_plotly_json()) == 0  # the shared template stays as it is
     with pytest.raises(SizingError, match="one or more step times"):
         step_breakdown()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_words_on_bars_and_beside_them_have_room(full: BeamConfig, page: int) -> None:
+    rates = data_sheet_rates("GB200")
+    common = {"rates": rates, "precision": PRECISIONS["nvfp4"], "kv_dtype": "fp8"}
+    shown = []
+    for batch, context in ((1, 4096), (64, 32_768), (256, 4096), (1024, 1024), (4, 2**20 - 8)):
+        load = {"batch": batch, "context": context} | common
+        shown.append((
+            decode_step(full, layout=TP8, **load),
+            verify_step(full, draft_tokens=7, layout=TP8, **load),
+            decode_step(full, layout=DP8, **load),
+        ))  # fmt: skip
+    # The diamond in the middle of the all-reduce, which goes from ample to too little room.
+    shown += [
+        (step(
+            Work(name="experts", bytes=2.5e9),
+            Work(name="all_reduce", wire_bytes=5e8),
+            Work(name="norms", flops=arithmetic * 1e12),
+        ),) * 3
+        for arithmetic in np.linspace(0.5, 4.5, 21)
+    ]  # fmt: skip
+    said, met = set(), 0
+    for view in (step_breakdown(*steps) for steps in shown):
+        layout = view.figure.layout
+        end = layout.xaxis.range[1]
+        px = (page - layout.margin.l - layout.margin.r) / end
+        floors = named(view)["all overlapped"]
+        reach = floors.marker.size / 2 + floors.marker.line.width / 2
+        texts = [t for t in view.figure.data if isinstance(t, go.Scatter) and t.mode == "text"]
+        (written,) = (t for t in texts if t.textposition is None)
+        (totals,) = (t for t in texts if t.textposition is not None)
+        pieces = [t for t in view.figure.data if isinstance(t, go.Bar) and t.x[0] is not None]
+        edges = np.cumsum([[0.0] * 3, *(t.x for t in pieces)], axis=0) * px
+        for x, row, text in zip(written.x, written.y, written.text, strict=True):
+            half = LETTER * len(plain(text)) / 2
+            said.add(plain(text))
+            assert abs(x * px - floors.x[row] * px) >= half + reach, text
+            # Within a piece: no edge of one runs through the words.
+            assert not ((edges[:, row] > x * px - half) & (edges[:, row] < x * px + half)).any()
+            place = np.searchsorted(edges[:, row], x * px)
+            met += edges[place - 1, row] < floors.x[row] * px < edges[place, row]
+        for x, text in zip(totals.x, totals.text, strict=True):
+            # an em, then bold letters of 12 px, 8 px wide at most
+            assert (end - x) * px + layout.margin.r >= 12 + 8 * len(plain(text).strip()), text
+        for label in layout.yaxis.ticktext:
+            lines = [plain(line) for line in label.split("<br>")]
+            assert LETTER * max(map(len, lines)) <= layout.margin.l
+    assert {"experts", "all-reduce"} <= said
+    assert met  # some word does share its piece with a diamond
 
 
 def test_names_in_steps_stay_text() -> None:
@@ -303,8 +364,37 @@ def test_every_reference_is_shown_with_its_ratio() -> None:
     subtitle = plain(view.figure.layout.title.subtitle.text)
     for word in ("modelled", "recorded", "published", "H200"):
         assert word in subtitle
-    assert len(json.dumps(view._repr_mimebundle_())) < 70_000
+    assert subtitle.count("date not recorded") == 2  # of either kind
+    assert len(json.dumps(view._repr_mimebundle_())) < 56_000
     assert max(map(len, view.text.splitlines())) <= 130
+
+
+def test_every_reference_names_its_hardware_where_it_is_drawn() -> None:
+    layout = step_comparisons(comparisons()).figure.layout
+    panels = {
+        note.yref.split()[0].removeprefix("y"): plain(note.text)
+        for note in layout.annotations
+        if "domain" in note.yref and note.x == 0
+    }
+    for panel, heading in panels.items():
+        for label in layout[f"yaxis{panel}"].ticktext:
+            name = plain(label.replace("<br>", " "))
+            one = next(r for r in REFERENCES.values() if name.startswith(r.name)
+                       and heading.startswith(f"{r.kind}, "))  # fmt: skip
+            if name == one.name:
+                assert one.where in heading, name
+            else:
+                assert "unless a row says otherwise" in heading
+                own = name.removeprefix(one.name)
+                assert own in (f", {one.where}", f", hardware {one.where}")
+    assert len(panels) == 4
+    for heading in panels.values():  # clear of the words on the right on a page of 1000 px
+        assert 7 * len(heading) < PAGES[1] - layout.margin.r
+    assert PAGES[1] - layout.margin.l - layout.margin.r > 250  # px left to the panels
+    shown = plain(next(n.text for n in layout.annotations if n.yref == "paper"))
+    for said in ("○ modelled, added up", "| modelled, overlapped", "◆ published", "■ recorded"):
+        assert said in " ".join(shown.split())
+    assert LETTER * len(shown) < PAGES[1]
 
 
 # -- start-up logs ----------------------------------------------------------------------------
@@ -342,6 +432,13 @@ def test_reconciliation_of_a_recorded_log(log: str, rank: BeamConfig) -> None:
     assert view.figure is None
     assert set(view._repr_mimebundle_()) == {"text/plain", "text/html"}
     assert "✓ KV cache size" in view.text
+    # What a line means lies below its figures: nothing is too wide for the page.
+    rows = re.findall(r"<tr.*?</tr>", view.html, re.DOTALL)[1:]
+    assert len(rows) == 2 * len(reconcile(log, rank, gpu=sheet("H200")).rows)
+    for figures, words in zip(rows[::2], rows[1::2], strict=True):
+        assert figures.count("<td") == 4
+        assert words.count('<td colspan="4"') == words.count("<td") == 1
+    assert "overflow-x" not in view.html
 
 
 def test_each_verdict_has_its_sign() -> None:

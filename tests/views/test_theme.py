@@ -77,6 +77,41 @@ def test_a_long_subtitle_takes_lines_and_its_figure_the_room_for_them() -> None:
     assert long.layout.margin.l == 10
 
 
+def test_titles_start_at_the_edge_of_the_figure_whatever_its_margin() -> None:
+    title = theme.TEMPLATE.layout.title
+    assert (title.x, title.xref, title.xanchor) == (0, "container", "left")
+    assert title.pad.l == theme.PAD < 10
+
+
+@pytest.mark.parametrize("words", ["modelled", " ".join(["modelled"] * 25)])
+def test_a_legend_under_the_title_starts_below_the_subtitle(words: str) -> None:
+    fig = theme.figure("t", words, height=300, legend_under_title=True, legend={"entrywidth": 9})
+    legend, layout = fig.layout.legend, fig.layout
+    # Both of the container: plotly then moves the panels down by what the legend takes.
+    assert (legend.xref, legend.yref, legend.yanchor) == ("container", "container", "top")
+    assert legend.entrywidth == 9
+    lines = layout.title.subtitle.text.count("<br>") + 1
+    # The title's pad and line, its gap to the subtitle, then 16 px a line
+    assert (1 - legend.y) * layout.height == pytest.approx(40 + 16 * lines, abs=0.5)
+
+
+def test_remarks_of_a_subtitle_begin_no_line_with_their_dot() -> None:
+    words = f"{'a' * 40} {'b' * 38} · {'c' * 30}"  # the dot is the 81st letter
+    text = theme.figure("t", words, height=200).layout.title.subtitle.text
+    lines = re.sub("</?span[^>]*>", "", text).split("<br>")
+    assert lines == ["a" * 40, f"{'b' * 38} · {'c' * 30}"]
+
+
+def test_folded_breaks_after_commas_first() -> None:
+    assert theme.folded("decode, batch 1, before it", 20) == ["decode, batch 1,", "before it"]
+    assert theme.folded("one two three four", 9) == ["one two", "three", "four"]
+    for text in ("a, b, c", "decode, batch 64, context 32,768", "x" * 30):
+        for width in (8, 16, 40):
+            lines = theme.folded(text, width)
+            assert max(map(len, lines)) <= width
+            assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+
+
 def test_token_labels_are_short_and_escaped() -> None:
     assert theme.token_label("<script>") == "&lt;script&gt;"
     assert theme.token_label("\"a\" & 'b'") == "\"a\" &amp; 'b'"

@@ -152,6 +152,18 @@ class Plan(Shown):
                 f"{gib(self.budget_bytes)} that the engine may use; take more GPUs or narrower "
                 "weights"
             )
+        if self.pool_bytes <= 0:
+            return (
+                f"{what} does not fit: a GPU's weights of {gib(self.weights_bytes)} and workspace "
+                f"of {gib(self.workspace_bytes)} leave nothing of the {gib(self.budget_bytes)} "
+                "that the engine may use; take more GPUs, narrower weights or fewer batched tokens"
+            )
+        if not self.fits and not self.max_sequences:
+            return (
+                f"{what} does not fit: short by {gib(-self.free_bytes)} a GPU for a single "
+                f"sequence a group of {self.kv.settings.context:,} tokens; at most "
+                f"{self.max_context:,} tokens at the concurrency asked for"
+            )
         if not self.fits:
             return (
                 f"{what} does not fit: short by {gib(-self.free_bytes)} a GPU for "

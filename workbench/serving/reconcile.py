@@ -25,7 +25,11 @@ from workbench.model.sizing import size_kv
 from workbench.model.weights import Precision, precision, size_weights
 from workbench.model.workspace import PROCESS_BYTES, buffer_bytes, workspace_bytes
 from workbench.serving.engine_versions import CONCURRENCY_MEANINGS, VersionRules
-from workbench.serving.startup_log import StartupLog, parse_startup_log
+from workbench.serving.startup_log import (
+    CONCURRENCY_HALF_WIDTH,
+    StartupLog,
+    parse_startup_log,
+)
 
 CLOSE = 0.02  # beyond it a figure differs
 _PLANNER = "0.33"  # the release whose grouping rule kv_planner.py states
@@ -46,7 +50,8 @@ _KV_DTYPES: dict[str, KVDtype] = {
 class Comparison:
     """One line of the log: what it says, what was predicted (a range), and what it means.
 
-    ``logged`` is None where the log is silent. ``unit`` is "bytes", "tokens", "blocks" or "x".
+    ``logged`` is None where the log is silent; it is rounded to +- ``rounding``. ``unit`` is
+    "bytes", "tokens", "groups" or "x".
     """
 
     line: str
@@ -56,13 +61,18 @@ class Comparison:
     unit: str
     how: str
     meaning: str
+    rounding: float = 0.0
 
     @property
     def error(self) -> float | None:
-        """Relative distance of the logged figure from the predicted range; 0 inside it."""
+        """Relative distance of the logged figure from the predicted range; 0 inside it.
+
+        The log rounds, so a figure within its last digit of the range is inside.
+        """
         if self.logged is None:
             return None
-        nearest = min(max(self.logged, self.low), self.high)
+        low, high = self.low - self.rounding, self.high + self.rounding
+        nearest = min(max(self.logged, low), high)
         return (self.logged - nearest) / nearest if nearest else float(self.logged != 0)
 
     @property
@@ -275,16 +285,16 @@ def _rows_of_memory(
     layout = Layout(tp=tp, dp=log.data_parallel_size or 1, expert_parallel=expert_parallel)
     sized = size_weights(config, weights, layout, drafter).per_gpu_bytes
     loaded = sized + buffer_bytes(config, drafter, layout)
-    half = log.model_loading_half_width
     rows = [
         Comparison(
             line="Model loading took",
             logged=log.model_loading_bytes,
-            low=loaded - half,
-            high=loaded + half,
+            low=loaded,
+            high=loaded,
             unit="bytes",
             how=f"weights in {weights.name} and their tables on one GPU of {layout.name}, exact",
             meaning="GPU memory that loading took: parameters, tables, what allocating rounds up.",
+            rounding=log.model_loading_half_width,
         )
     ]
     if gpu is None:
@@ -299,8 +309,8 @@ def _rows_of_memory(
         Comparison(
             line="Available KV cache memory",
             logged=log.available_kv_bytes,
-            low=max(0, left - log.available_kv_half_width),
-            high=max(0, left + PROCESS_BYTES + log.available_kv_half_width),
+            low=max(0, left),
+            high=max(0, left + PROCESS_BYTES),
             unit="bytes",
             how=(
                 f"{gib(gpu.usable_bytes)} x {utilization:g} - weights {gib(sized)} - workspace "
@@ -310,6 +320,7 @@ def _rows_of_memory(
                 "What profiling left for the cache on the GPU with the least: a share of its "
                 "memory, less weights, activations and what else the process holds."
             ),
+            rounding=log.available_kv_half_width,
         )
     )
     return rows
@@ -357,11 +368,12 @@ def _rows_of_pool(
         Comparison(
             line="Maximum concurrency",
             logged=log.max_concurrency,
-            low=concurrency[0] - 0.005,
-            high=concurrency[1] + 0.005,
+            low=concurrency[0],
+            high=concurrency[1],
             unit="x",
             how=how_many,
             meaning=CONCURRENCY_MEANINGS[rules.concurrency],
+            rounding=CONCURRENCY_HALF_WIDTH,
         ),
         Comparison(
             line="KV cache size",
@@ -396,7 +408,7 @@ def _row_of_product(log: StartupLog, rules: VersionRules, length: int) -> list[C
     """Where the memory is not stated, the two other figures can be held against each other."""
     if rules.tokens != "concurrency_x_length" or log.max_concurrency is None:
         return []
-    low, high = ((log.max_concurrency + side * 0.005) * length for side in (-1, 1))
+    low, high = ((log.max_concurrency + side * CONCURRENCY_HALF_WIDTH) * length for side in (-1, 1))
     return [
         Comparison(
             line="KV cache size",

@@ -100,9 +100,7 @@ class Explorer(Dashboard):
         # the page, 700 px wide; a change of its layout once a view of it exists draws it anew.
         self.figure._config = {**self.figure._config, **theme.CONFIG, "responsive": True}
         self.figure._view_count = 0
-        self.figure.observe(
-            lambda change: self.figure.update_layout(meta={"views": change.new}), "_view_count"
-        )
+        self.figure.observe(self._viewed, "_view_count")
         self.widget = widgets.VBox(
             [
                 self.prompt,
@@ -117,6 +115,11 @@ class Explorer(Dashboard):
         self.layer.observe(lambda _: self._show(), names="value")
         self.head.observe(lambda _: self._show(), names="value")
         self._new_reading()
+
+    def _viewed(self, change: Any) -> None:
+        # Not where a view goes: the page has no plot by then to give the change to.
+        if change.new > change.old:
+            self.figure.update_layout(meta={"views": change.new})
 
     def read(self, prompt: str) -> None:
         """Run another prompt; what is wrong with it is shown, and the old one stays."""

@@ -18,7 +18,17 @@ from workbench.views.kv_words import ACCOUNT_NAMES
 # 72 is a rack of GB200 or GB300; what the model cannot be split into is left out.
 _GPUS = (1, 2, 4, 8, 16, 32, 64, 72)
 _SHORTEST = 1 << 10  # tokens at the left end of the context slider
-_WIDTHS = {"account": "31%", "GPU": "31%", "GPUs": "20%", "TP": "20%"}
+_LABEL = "108px"  # of what begins a row
+# Width, and px below which the words in the menu would be cut off.
+_WIDTHS = {
+    "GPU": ("31%", "240px"),
+    "GPUs": ("20%", "140px"),
+    "TP": ("20%", "140px"),
+    "experts": ("23%", "184px"),
+    "weights": ("31%", "200px"),
+    "KV dtype": ("20%", "150px"),
+    "account": ("40%", "260px"),
+}
 _MOST_SEQUENCES, _MOST_BATCHED = 1 << 13, 1 << 17
 
 
@@ -37,8 +47,9 @@ class Controls:
         changed: Callable[[], None],
     ) -> None:
         self._config, self._changed, self._quiet = config, changed, False
+        self._rank: int = values["tp"]  # as chosen last; fewer GPUs may offer less
         most = config.max_position_embeddings
-        self.context = _slider("context", _contexts(most), values["context"], most)
+        self.context = _slider("context (tokens)", _contexts(most), values["context"], most)
         self.sequences = _slider(
             "sequences", _halves(1, _MOST_SEQUENCES), values["sequences"], MOST_SEQUENCES
         )
@@ -72,9 +83,20 @@ class Controls:
         row = {"width": "100%", "flex_flow": "row wrap"}
         self.widget = widgets.VBox(
             [
-                widgets.HBox([self.context, self.sequences, self.batched_tokens], layout=row),
-                widgets.HBox([self.gpu, self.gpus, self.tp, self.expert_parallel], layout=row),
-                widgets.HBox([self.weights, self.kv_dtype, self.account], layout=row),
+                self.context,
+                widgets.HBox([self.sequences, self.batched_tokens], layout=row),
+                widgets.HBox(
+                    [
+                        self.gpu,
+                        self.gpus,
+                        self.tp,
+                        self.expert_parallel,
+                        self.weights,
+                        self.kv_dtype,
+                        self.account,
+                    ],
+                    layout=row,
+                ),
                 widgets.HBox([self.drafter, self.async_scheduling], layout=row),
             ]
         )
@@ -95,9 +117,9 @@ class Controls:
         return sorted(found | {given} if given and not gpus % given else found) or [1]
 
     def _gpus_changed(self, change: Any) -> None:
-        """Offer the divisors of the new number; keep the rank if it is one, else take the most."""
+        """Offer the divisors of the new number; the rank last chosen if it is one, or the most."""
         ranks = self._ranks(change.new, 0)
-        kept = self.tp.value if self.tp.value in ranks else ranks[-1]
+        kept = self._rank if self._rank in ranks else ranks[-1]
         self._quiet = True  # the menu's own changes are part of this one
         try:
             self.tp.options = [(str(n), n) for n in ranks]
@@ -106,8 +128,10 @@ class Controls:
             self._quiet = False
         self._changed()
 
-    def _any_changed(self, _: Any) -> None:
+    def _any_changed(self, change: Any) -> None:
         if not self._quiet:
+            if change.owner is self.tp:
+                self._rank = change.new
             self._changed()
 
 
@@ -136,18 +160,19 @@ def _slider(name: str, numbers: Iterable[int], value: int, most: int) -> widgets
         options=[(f"{n:,}", n) for n in numbers],
         value=value,
         description=name,
-        style={"description_width": "84px"},
-        layout={"width": "31%", "min_width": "280px"},
+        style={"description_width": _LABEL if name != "batch tokens" else "84px"},
+        layout={"width": "98%" if name.startswith("context") else "48%", "min_width": "280px"},
     )
 
 
 def _menu(name: str, options: list[tuple[str, Any]], value: Any) -> widgets.Dropdown:
+    width, least = _WIDTHS[name]
     return widgets.Dropdown(
         options=options,
         value=value,
         description=name,
-        style={"description_width": "84px" if name in ("GPU", "weights") else "64px"},
-        layout={"width": _WIDTHS.get(name, "23%"), "min_width": "140px"},
+        style={"description_width": _LABEL if name in ("GPU", "weights") else "64px"},
+        layout={"width": width, "min_width": least},
     )
 
 

@@ -28,7 +28,8 @@ from workbench.views.dashboard import Dashboard
 from workbench.views.kv_command import CommandWidget
 from workbench.views.kv_controls import Controls
 from workbench.views.kv_panels import Panels
-from workbench.views.kv_words import ACCOUNT_NAMES, settings_words
+from workbench.views.kv_words import ACCOUNT_NAMES
+from workbench.views.numbers import plural
 from workbench.views.view import View
 
 _USUAL_CONTEXT = 1 << 17
@@ -80,8 +81,11 @@ class MemoryDashboard(Dashboard):
         self.controls = Controls(
             self.config, values, drafter=self._drafter is not None, changed=self.update
         )
-        self._problem, self._verdict = widgets.HTML(), widgets.HTML()
-        self._words = widgets.HTML()
+        self._verdict = (
+            widgets.HTML()
+        )  # or what is wrong, in its place: the plots stay where they are
+        self._words = widgets.HTML(layout={"min_width": "0"})
+        self._words.add_class("bw-kv-words")
         self.command = CommandWidget(
             look={"sans": theme.SANS, "mono": theme.MONO, "text": theme.TEXT}
         )
@@ -93,7 +97,6 @@ class MemoryDashboard(Dashboard):
         self.widget = widgets.VBox(
             [
                 self.controls.widget,
-                self._problem,
                 self._verdict,
                 plots,
                 self._words,
@@ -108,9 +111,11 @@ class MemoryDashboard(Dashboard):
             self._plan(self.controls.values() | {"layout": self.controls.layout})
         except WorkbenchError as error:
             self.problem = str(error)
-            self._problem.value = _warning(
-                f"{error}. Shown is still {self.plan.layout.gpus} × {self.plan.gpu.name}, "
-                f"{self.plan.layout.name}, {settings_words(self.plan.kv.settings)}."
+            plan, s = self.plan, self.plan.kv.settings
+            self._verdict.value = _warning(
+                f"{error}. Shown is still {plan.layout.gpus} × {plan.gpu.name}, "
+                f"{plan.layout.name}, {plural(plan.sequences, 'sequence')} of {s.context:,} "
+                f"tokens, {s.kv_dtype.upper()}."
             )
             return
         self.problem = ""
@@ -220,23 +225,32 @@ class MemoryDashboard(Dashboard):
 
     def _show_words(self) -> None:
         color = theme.SPARSE if self.plan.runs else theme.FULL
-        self._problem.value = ""
         self._verdict.value = (
-            f'<div class="bw-kv-verdict" style="border-left:3px solid {color};padding-left:8px;'
-            f'line-height:1.5;overflow-wrap:anywhere">{escape(self.plan.verdict)}.</div>'
+            f'<div class="bw-kv-verdict" style="border-left:3px solid {color};{_SENTENCE}">'
+            f"{escape(self.plan.verdict)}.</div>"
         )
         self._words.value = _block(  # both in one message
             "bw-kv-accounts", kv_pages.accounts_html(self.plan.kv)
         ) + _block("bw-kv-plans", kv_pages.plans_html(self.plans, chosen=self.plan, commands=False))
         with self.command.hold_sync():
-            self.command.title = f"{self.plan.layout.name}: command for {ENGINE}"
+            self.command.title = f"{self.plan.layout.name}: command for {ENGINE}{self._caveat()}"
             self.command.command = self.plan.serve_command
+
+    def _caveat(self) -> str:
+        """What the command is followed by where it would not start."""
+        if self.plan.runs:
+            return ""
+        return " (refused by the engine)" if self.plan.fits else " (does not fit)"
+
+
+# Two lines high at least: most sentences are one or two, and the plots are to stay where they are.
+_SENTENCE = "padding-left:8px;line-height:1.5;min-height:3em;overflow-wrap:anywhere"
 
 
 def _warning(sentence: str) -> str:
     return (
         '<div class="bw-kv-problem" style="border-left:3px solid var(--jp-error-color1,#d32f2f);'
-        'padding-left:8px;line-height:1.5;overflow-wrap:anywhere">'
+        f'{_SENTENCE}">'
         '<span style="color:var(--jp-error-color1,#d32f2f)">⚠</span> '
         f"{escape(sentence)}</div>"
     )

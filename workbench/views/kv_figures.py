@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -137,11 +138,15 @@ def growth_values(curve: KVCurve, end: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def growth_axes(curve: KVCurve, end: int) -> dict[str, dict[str, Any]]:
-    """Both axes for contexts up to ``end``."""
+def growth_axes(curve: KVCurve, end: int, *, steps: bool = False) -> dict[str, dict[str, Any]]:
+    """Both axes for contexts up to ``end``.
+
+    With ``steps`` the upper end is a 1, 2 or 5 with zeros: where figures are redrawn, an end that
+    followed every change would keep all heights as they are.
+    """
     name, of = _growth_unit(curve, end)
     ticks = [round(end * i / 4) for i in range(5)]
-    high = max(v for n, v in zip(curve.contexts, curve.naive, strict=True) if n <= end) / of
+    high = _highest(curve, end) / of
     return {
         "x": {
             "title": {"text": theme.ink("context (tokens)")},
@@ -152,14 +157,26 @@ def growth_axes(curve: KVCurve, end: int) -> dict[str, dict[str, Any]]:
         },
         "y": {
             "title": {"text": theme.ink(f"{name} a GPU")},
-            "range": [0, high * 1.04],
+            "range": [0, _step_above(high) if steps else high * 1.04],
             "rangemode": "tozero",
         },
     }
 
 
 def _growth_unit(curve: KVCurve, end: int) -> tuple[str, int]:
-    return unit(max(v for n, v in zip(curve.contexts, curve.naive, strict=True) if n <= end) / 4)
+    return unit(_highest(curve, end) / 4)
+
+
+def _highest(curve: KVCurve, end: int) -> int:
+    """Bytes of the highest point up to ``end``: whole blocks and a drafter may pass the naive."""
+    count = sum(n <= end for n in curve.contexts)
+    return max(*curve.naive[:count], *curve.total[:count])
+
+
+def _step_above(value: float) -> float:
+    """The next 1, 2 or 5 times a power of ten that is no less."""
+    power: float = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= value)
 
 
 def _beginning(curve: KVCurve) -> int:
@@ -200,7 +217,7 @@ def kv_strip(sizing: KVSizing, *, account: Account = "admission", model: str = "
     fig = theme.figure(
         f"KV cache of {model}, layer by layer",
         f"one GPU, {settings_words(s)} · {basis(account, sizing.hybrid_off_refusal)} · "
-        "taller: sees everything",
+        f"{_each_kind(sizing, account)} · taller: sees everything",
         height=236,
         margin={"l": 16, "r": 96, "t": 84, "b": 48},
     )
@@ -275,6 +292,17 @@ def strip_axes(sizing: KVSizing, across: str = "xaxis", up: str = "yaxis") -> di
         },
         up: {"range": [0, 1.02], "visible": False},
     }
+
+
+def _each_kind(sizing: KVSizing, account: Account) -> str:
+    """What a layer of each kind takes: within a kind all take the same."""
+    kinds = {
+        "drafter" if layer.drafter else theme.ATTENTION_NAMES[layer.attention]: layer
+        for layer in sizing.per_layer
+    }
+    return ", ".join(
+        f"a {name} layer {size(layer_bytes(layer, account))}" for name, layer in kinds.items()
+    )
 
 
 def _layer_name(layer: LayerKV, model_layers: int) -> str:

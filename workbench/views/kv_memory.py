@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import plotly.graph_objects as go
@@ -17,9 +18,12 @@ from workbench.views.numbers import plural
 from workbench.views.view import View
 
 _GIB = 2**30
-ENTRY = 124  # px of a name in the legend, so that four fit in a row
+ENTRY = 120  # px of a name in the legend: four stand in a row, on a narrow page two
 _ROW = 34  # px a bar
-_LABELLED = 0.09  # share of the axis from which a piece is wide enough for its words
+_PX = 440  # px of the axis on a narrow page, and of a letter on a bar: for which words fit
+_LETTER = 5.9
+_HALO = "0 0 3px var(--jp-layout-color0,rgba(128,128,128,0.4))"
+_EDGE = 92  # px beside the axis for what a bar that is cut off comes to
 
 # name -> the parts of WeightSizing in it, colour, pattern
 _WEIGHTS: dict[str, tuple[tuple[WeightPart, ...], str, str]] = {
@@ -30,12 +34,13 @@ _WEIGHTS: dict[str, tuple[tuple[WeightPart, ...], str, str]] = {
     "routers, norms": (("router", "norms"), theme.NEUTRAL, "+"),
     "drafter weights": (("drafter",), theme.DRAFTER, "/"),
 }
-_WORKSPACE, _FREE = "workspace (modelled)", "free"
+_WORKSPACE, _FREE = "workspace", "free"
 _SHORT = {
     "expert weights": "experts",
     "attention weights": "attention",
     "KV, full layers": "full KV",
     "KV, sliding layers": "sliding KV",
+    _WORKSPACE: "workspace",
     _FREE: "free",
 }
 
@@ -50,10 +55,10 @@ def kv_per_gpu(plans: Plan | Sequence[Plan]) -> View:
     first = plans[0]
     fig = theme.figure(
         f"One GPU's memory with {first.model}",
-        f"{_join(_asked(p) for p in plans)} · weights and KV cache exact by {ENGINE}'s accounting, "
+        f"{_load(plans)} · weights and KV cache exact by {ENGINE}'s accounting, "
         "workspace modelled, memory as torch or the driver reports it",
-        height=206 + _ROW * len(plans),
-        margin={"l": 140, "r": 16, "t": 134, "b": 52},
+        height=240 + _ROW * len(plans),
+        margin={"l": 140, "r": _EDGE if _cut_off(plans) else 16, "t": 168, "b": 52},
         barmode="stack",
         bargap=0.3,
         legend={"y": 1, "yanchor": "bottom", "traceorder": "normal", "entrywidth": ENTRY},
@@ -88,7 +93,7 @@ def memory_traces(
                         "fillmode": "replace",
                     },
                 },
-                hovertemplate=f"{name}<br>%{{x:,.3f}} GiB a GPU<extra></extra>",
+                hovertemplate=f"{_said(name)}<br>%{{x:,.3f}} GiB a GPU<extra></extra>",
                 **on,
             )
         )
@@ -108,7 +113,9 @@ def memory_traces(
         go.Scatter(
             **values["words"],
             mode="text",
-            textfont={"size": theme.SMALL},
+            # Hatching behind the words is kept off them.
+            textfont={"size": theme.SMALL, "shadow": ",".join([_HALO] * 4)},
+            cliponaxis=False,
             showlegend=False,
             hoverinfo="skip",
             **on,
@@ -122,7 +129,12 @@ def memory_values(plans: Sequence[Plan], *, show_kv: bool = True) -> dict[str, d
     rows = list(range(len(plans)))
     end = _end(plans)
     values: dict[str, dict[str, Any]] = {}
-    words: dict[str, list[Any]] = {"x": [], "y": [], "text": []}
+    words: dict[str, list[Any]] = {"x": [], "y": [], "text": [], "textposition": []}
+
+    def write(x: float, row: int, text: str, position: str = "middle center") -> None:
+        for key, value in (("x", x), ("y", row), ("text", text), ("textposition", position)):
+            words[key].append(value)
+
     reached = [0.0 for _ in plans]
     for name, *_ in _pieces():
         counts = [_bytes(plan, name) for plan in plans]
@@ -130,14 +142,24 @@ def memory_values(plans: Sequence[Plan], *, show_kv: bool = True) -> dict[str, d
         values[name] = {
             "x": lengths,
             "y": rows,
-            "showlegend": any(counts) and (show_kv or not name.startswith("KV")),
+            # What is free keeps its place in the legend, so that nothing else moves in it.
+            "showlegend": name == _FREE or (any(counts) and (show_kv or not name.startswith("KV"))),
         }
         for row, length in zip(rows, lengths, strict=True):
-            if name in _SHORT and length > _LABELLED * end and reached[row] + length <= end:
-                words["x"].append(reached[row] + length / 2)
-                words["y"].append(row)
-                words["text"].append(theme.ink(f"{_SHORT[name]} {length:,.1f}"))
+            low, high = reached[row], min(reached[row] + length, end)
             reached[row] += length
+            if name not in _SHORT or low >= high:
+                continue
+            limits = [plans[row].budget_bytes / _GIB, plans[row].memory_bytes / _GIB]
+            low, high = _widest(low, high, limits)
+            number = f"{length:,.1f}"
+            for text in (f"{_SHORT[name]} {number}", number):  # the number alone where that fits
+                if (high - low) / end * _PX > _LETTER * (len(text) + 1):
+                    write((low + high) / 2, row, theme.ink(text))
+                    break
+    for row, length in enumerate(reached):
+        if length > end:
+            write(end, row, theme.ink(f"→ {length:,.0f} GiB"), "middle right")
     for name, field in (("engine's budget", "budget_bytes"), ("memory", "memory_bytes")):
         x: list[float | None] = []
         y: list[float | None] = []
@@ -162,7 +184,7 @@ def memory_axes(plans: Sequence[Plan], across: str = "xaxis", up: str = "yaxis")
         up: {
             "range": [len(plans) - 0.45, -0.55],
             "tickvals": list(range(len(plans))),
-            "ticktext": [theme.ink(theme.plain(label)) for label in _labels(plans)],
+            "ticktext": [theme.ink(label) for label in _labels(plans)],
             "showgrid": False,
             "ticklabelstandoff": 6,
         },
@@ -191,22 +213,52 @@ def _bytes(plan: Plan, name: str) -> int:
     return count
 
 
+def _said(name: str) -> str:
+    return f"{name} (modelled)" if name == _WORKSPACE else name
+
+
+def _widest(low: float, high: float, limits: Sequence[float]) -> tuple[float, float]:
+    """The widest part of a piece between the lines that cross it: its words go there."""
+    edges = [low, *sorted(at for at in limits if low < at < high), high]
+    return max(pairwise(edges), key=lambda part: part[1] - part[0])
+
+
+def _used(plan: Plan) -> int:
+    return plan.weights_bytes + plan.workspace_bytes + plan.kv_bytes
+
+
+def _cut_off(plans: Sequence[Plan]) -> bool:
+    """Whether a bar is longer than the axis."""
+    return max(map(_used, plans)) / _GIB > _end(plans)
+
+
 def _end(plans: Sequence[Plan]) -> float:
     """Where the axis ends: beyond every limit, and beyond what does not fit, within reason."""
     memory = max(plan.memory_bytes for plan in plans)
-    used = max(plan.weights_bytes + plan.workspace_bytes + plan.kv_bytes for plan in plans)
+    used = max(map(_used, plans))
     # Far too much is cut off by the axis: the limit has to be seen more than the excess.
     return min(max(memory, used), 3 * memory) * 1.02 / _GIB
 
 
 def _labels(plans: Sequence[Plan]) -> list[str]:
+    """What tells the bars apart, escaped; loads that differ stand in a second line."""
     kinds, weights = {plan.gpu.name for plan in plans}, {plan.precision for plan in plans}
+    loads = len(set(map(_asked, plans))) > 1
     return [
-        (f"{p.gpu.name}, " if len(kinds) > 1 else "")
-        + p.layout.name
-        + (f", {p.precision.name}" if len(weights) > 1 else "")
+        theme.plain(
+            (f"{p.gpu.name}, " if len(kinds) > 1 else "")
+            + p.layout.name
+            + (f", {p.precision.name}" if len(weights) > 1 else "")
+        )
+        + (f"<br>{theme.plain(_short_load(p))}" if loads else "")
         for p in plans
     ]
+
+
+def _load(plans: Sequence[Plan]) -> str:
+    """The load of all bars, for the subtitle."""
+    loads = list(dict.fromkeys(map(_asked, plans)))
+    return loads[0] if len(loads) == 1 else "sequences × tokens and KV dtype as at each bar"
 
 
 def _asked(plan: Plan) -> str:
@@ -214,8 +266,9 @@ def _asked(plan: Plan) -> str:
     return f"{plural(plan.sequences, 'sequence')} of {s.context:,} tokens, KV {s.kv_dtype.upper()}"
 
 
-def _join(words: Any) -> str:
-    return " and ".join(dict.fromkeys(words))
+def _short_load(plan: Plan) -> str:
+    s = plan.kv.settings
+    return f"{plan.sequences:,} × {s.context:,}, {s.kv_dtype.upper()}"
 
 
 def _text(plan: Plan) -> str:

@@ -29,6 +29,7 @@ _TABLE = (
     f"font-size:{theme.TEXT}px",
     "margin:0",
 )
+_RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _WORD = (_CELL, "text-align:left", "white-space:nowrap")
 _RULE = f"border-top:1px solid {theme.LINE}"
 
@@ -77,7 +78,7 @@ def accounts_html(sizing: KVSizing) -> str:
             f"<b>{escape(ACCOUNT_NAMES[account])}</b><br>"
             + box(escape(_words(sizing, account)), "color:var(--jp-ui-font-color2,inherit)",
                   tag="span"),
-            _CELL, "text-align:left", "line-height:1.3", tag="td",
+            _CELL, "text-align:left", "line-height:1.3", "min-width:150px", tag="td",
         )  # fmt: skip
         values = sizing.per_gpu(account)
         cells = "".join(box(_number(getattr(values, c)), *_NUMBER, tag="td") for c in columns)
@@ -85,13 +86,16 @@ def accounts_html(sizing: KVSizing) -> str:
         cells += box(f"{values.total / ideal:.2f}", *_NUMBER, tag="td")
         cells += box(_bar(values, most), "min-width:110px", "width:20%", tag="td")
         rows.append(box(name + cells, _RULE, "background:transparent", tag="tr"))
-    table = box(
-        box("<th></th>" + head + "<th></th>", "background:transparent", tag="tr") + "".join(rows),
-        *_TABLE,
-        tag="table",
-    )  # fmt: skip
+    table = _scrolled(
+        box("<th></th>" + head + "<th></th>", "background:transparent", tag="tr") + "".join(rows)
+    )
     facts = "".join(box(escape(fact), "margin-top:4px") for fact in _facts(sizing))
     return table + box(facts, f"font-size:{theme.TEXT}px", "margin-top:8px", "max-width:900px")
+
+
+def _scrolled(rows: str) -> str:
+    """A table that scrolls by itself where the page is too narrow for it."""
+    return box(box(rows, *_TABLE, tag="table"), "overflow-x:auto", "max-width:100%")
 
 
 def _columns(sizing: KVSizing) -> list[Part]:
@@ -141,7 +145,7 @@ def _facts(sizing: KVSizing) -> list[str]:
         f"Binding term: {sizing.binding_sentence}.",
         f"One more token of context adds {size(sizing.bytes_per_token)} a sequence in the full "
         f"layers, each KV head once{copies}.",
-        f"The engine's groups: {groups}"
+        f"{plural(len(plan.groups), 'group')} in the engine: {groups}"
         + (f"; {plural(padding, 'layer')}' worth of each block is padding." if padding else "."),
         *([f"Hybrid manager off: {refusal}."] if refusal else []),
     ]
@@ -188,14 +192,15 @@ def plan_table(plans: Plan | Sequence[Plan]) -> View:
     )
     return View(
         html=page(f"Plans for {plans[0].model}", subtitle, plans_html(plans)),
-        text="\n".join(map(_plan_text, plans)),
+        text=_plans_text(plans),
     )
 
 
 def plans_html(plans: Sequence[Plan], *, chosen: Plan | None = None, commands: bool = True) -> str:
     """The table for a page or a dashboard, which shows the command by itself."""
     head = "".join(
-        box(escape(word), *(_NUMBER if number else _WORD), tag="th")
+        box(escape(word), *(_NUMBER if number else _WORD), "white-space:normal",
+            "vertical-align:bottom", tag="th")
         for word, number in (
             ("layout", False),
             ("GPUs", False),
@@ -207,51 +212,59 @@ def plans_html(plans: Sequence[Plan], *, chosen: Plan | None = None, commands: b
             ("longest context", True),
             ("most sequences", True),
         )
-    )
+    )  # fmt: skip
     rows = []
-    # What is to be said of every plan is said once, below.
-    common = [
-        note for note in plans[0].notes if len(plans) > 1 and all(note in p.notes for p in plans)
-    ]
+    common, numbers = _remarks([(*p.refusals, *p.notes) for p in plans])
     for plan in plans:
+        marks = [n for remark, n in numbers.items() if remark in (*plan.refusals, *plan.notes)]
         cells = "".join(
             box(cell, *(_NUMBER if number else _WORD), tag="td")
             for cell, number in (
                 (f"<b>{escape(plan.layout.name)}</b>", False),
                 (escape(f"{plan.layout.gpus} × {plan.gpu.name}"), False),
                 (escape(plan.precision.name), False),
-                (_mark(plan), False),
+                (_mark(plan) + escape(_superscript(*marks)), False),
                 (size(plan.weights_bytes), True),
                 (size(plan.kv_bytes), True),
                 (size(plan.free_bytes), True),
-                (f"{plan.max_context:,}", True),
-                (f"{plan.max_sequences:,}", True),
+                (escape(_longest(plan)), True),
+                (_count(plan.max_sequences), True),
             )
         )
         shade = f"background:{theme.rgba(theme.NEUTRAL, 0.14)}" if plan is chosen else (
             "background:transparent"
         )  # fmt: skip
         rows.append(box(cells, _RULE, shade, tag="tr"))
-        own = [note for note in plan.notes if note not in common]
-        more = "".join(_remark(remark) for remark in (*plan.refusals, *own))
-        more += _command(plan) if commands else ""
-        if more:
+        if commands:
+            style = "text-align:left;padding:0 0 6px 12px"
             rows.append(
-                box(
-                    f'<td colspan="9" style="text-align:left;padding:0 0 6px 12px">{more}</td>',
-                    shade,
-                    tag="tr",
-                )
+                box(f'<td colspan="9" style="{style}">{_command(plan)}</td>', shade, tag="tr")
             )
-    return box(
-        box(
-            box(head, "background:transparent", tag="tr") + "".join(rows),
-            *_TABLE,
-            tag="table",
-        )
-        + "".join(_remark(note) for note in common),
-        "overflow-x:auto",
-    )  # fmt: skip
+    foot = [*(f"{_superscript(n)} {remark}" for remark, n in numbers.items()), *common]
+    table = _scrolled(box(head, "background:transparent", tag="tr") + "".join(rows))
+    return table + box("".join(map(_remark, foot)), f"font-size:{theme.TEXT}px", "margin-top:6px")
+
+
+def _remarks(of_plans: Sequence[Sequence[str]]) -> tuple[list[str], dict[str, int]]:
+    """What is said of every plan, and the number of each further remark: all are said once."""
+    found = dict.fromkeys(remark for remarks in of_plans for remark in remarks)
+    common = [remark for remark in found if all(remark in remarks for remarks in of_plans)]
+    rest = [remark for remark in found if remark not in common]
+    return common, {remark: number for number, remark in enumerate(rest, start=1)}
+
+
+def _superscript(*numbers: int) -> str:
+    """Numbers of footnotes, as they stand at a word."""
+    return "\u2009".join(str(n).translate(_RAISED) for n in numbers)
+
+
+def _longest(plan: Plan, unit: str = "") -> str:
+    own = plan.max_context == plan.config.max_position_embeddings
+    return _count(plan.max_context) + unit + (" (model's limit)" if own else "")
+
+
+def _count(count: int) -> str:
+    return f"{count:,}" if count else "–"
 
 
 def _mark(plan: Plan) -> str:
@@ -286,11 +299,19 @@ def _command(plan: Plan) -> str:
     return f"<details>{summary}{button}{text}</details>"
 
 
-def _plan_text(plan: Plan) -> str:
-    mark = "runs" if plan.runs else "refused" if plan.fits else "too large"
-    line = (
+def _plans_text(plans: Sequence[Plan]) -> str:
+    """A line a plan; why the engine refuses one stands below, once."""
+    common, numbers = _remarks([p.refusals for p in plans])
+    lines = [_plan_text(p, _superscript(*(numbers[r] for r in p.refusals if r in numbers)))
+             for p in plans]  # fmt: skip
+    foot = [*(f"{_superscript(n)} {remark}" for remark, n in numbers.items()), *common]
+    return "\n".join([*lines, *foot])
+
+
+def _plan_text(plan: Plan, notes: str) -> str:
+    mark = ("runs" if plan.runs else "refused" if plan.fits else "too large") + notes
+    return (
         f"{plan.layout.gpus} x {plan.gpu.name:<6} {plan.layout.name:<18} {plan.precision.name:<6}"
-        f"{mark:<10} free {size(plan.free_bytes):>12} a GPU, up to {plan.max_context:>9,} tokens "
-        f"or {plan.max_sequences:>6,} sequences"
+        f"{mark:<12} free {size(plan.free_bytes):>12} a GPU, up to {_longest(plan, ' tokens'):>16} "
+        f"or {_count(plan.max_sequences):>6} sequences"
     )
-    return "\n".join([line, *(f"    {why}" for why in plan.refusals)])

@@ -14,8 +14,9 @@ from workbench.views import kv_figures, kv_memory, theme
 from workbench.views.kv_words import ACCOUNT_NAMES, size
 
 _GROWTH, _BAR, _STRIP = 220, 46, 74  # px of each panel
-_BELOW_GROWTH, _BELOW_BAR = 88, 148  # px between them: axis, legend, heading
-_TOP, _BOTTOM = 134, 48
+# px between them: axis, legend (of up to five rows on a narrow page), heading
+_BELOW_GROWTH, _BELOW_BAR = 88, 180
+_TOP, _BOTTOM = 162, 48
 
 
 class Panels:
@@ -34,9 +35,12 @@ class Panels:
         self.figure = go.FigureWidget(self._frame())
         self.figure._config = {**self.figure._config, **theme.CONFIG, "responsive": True}
         self.figure._view_count = 0
-        self.figure.observe(
-            lambda change: self.figure.update_layout(meta={"views": change.new}), "_view_count"
-        )
+        self.figure.observe(self._viewed, "_view_count")
+
+    def _viewed(self, change: Any) -> None:
+        # Not where a view goes: the page has no plot by then to give the change to.
+        if change.new > change.old:
+            self.figure.update_layout(meta={"views": change.new})
 
     def show(self, plan: Plan, curve: KVCurve) -> None:
         """Give the page what has changed."""
@@ -61,7 +65,7 @@ class Panels:
         """What each trace shows, in their order."""
         end = self._end()
         growth = kv_figures.growth_values(self.curve, end)
-        high = kv_figures.growth_axes(self.curve, end)["y"]["range"][1]
+        high = kv_figures.growth_axes(self.curve, end, steps=True)["y"]["range"][1]
         return [
             *growth.values(),
             _mark(self.plan.kv.settings.context, high),
@@ -73,7 +77,8 @@ class Panels:
         kv, account = self.plan.kv, ACCOUNT_NAMES[self.curve.account]
         total, naive = kv.per_gpu(self.curve.account).total, kv.per_gpu("naive").total
         return [
-            f"KV cache over the context, {account}: <b>{size(total)}</b> a GPU at "
+            # Two lines: one would be cut off on a narrow page.
+            f"KV cache over the context, {account}:<br><b>{size(total)}</b> a GPU at "
             f"{kv.settings.context:,} tokens (naive: {size(naive)})",
             f"one GPU's memory, {theme.plain(self.plan.layout.name)}: "
             + (
@@ -81,11 +86,11 @@ class Panels:
                 if self.plan.fits
                 else f"<b>{size(-self.plan.free_bytes)} too little</b>"
             ),
-            f"the layers by their bytes, {account}; taller: sees everything",
+            f"layers by bytes, {account}; taller: sees everything",
         ]
 
     def _axes(self) -> dict[str, Any]:
-        growth = kv_figures.growth_axes(self.curve, self._end())
+        growth = kv_figures.growth_axes(self.curve, self._end(), steps=True)
         memory = kv_memory.memory_axes([self.plan], "xaxis2", "yaxis2")
         memory["yaxis2"]["showticklabels"] = False  # its heading names the layout
         return {
@@ -115,18 +120,18 @@ class Panels:
             height=panels + _TOP + _BOTTOM,
             margin={"l": 76, "r": 88, "t": _TOP, "b": _BOTTOM},
             barmode="stack",
-            legend={"y": 1 + 28 / panels, "yanchor": "bottom", "traceorder": "normal"},
+            legend={"y": 1 + 44 / panels, "yanchor": "bottom", "traceorder": "normal"},
             legend2={
                 **theme.LEGEND,
-                "x": 0,
                 "y": bar_foot - 46 / panels,
                 "yanchor": "top",
+                "x": 0,
                 "traceorder": "normal",
                 "entrywidth": kv_memory.ENTRY,
             },
         )
         fig.add_traces(kv_figures.growth_traces(self.curve, end))
-        high = kv_figures.growth_axes(self.curve, end)["y"]["range"][1]
+        high = kv_figures.growth_axes(self.curve, end, steps=True)["y"]["range"][1]
         fig.add_trace(
             go.Scatter(
                 **_mark(self.plan.kv.settings.context, high),
@@ -166,6 +171,7 @@ class Panels:
         fig.update_yaxes(automargin=False)
         for panel, words in enumerate(self._headings(), start=1):
             theme.panel_title(fig, panel, words)
+        fig.update_annotations(align="left")
         return fig
 
 

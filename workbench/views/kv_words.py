@@ -17,7 +17,7 @@ ACCOUNT_WORDS: dict[Account, str] = {
     "ideal": "only tokens that a later step can still read",
     "admission": f"what {ENGINE} keeps free to admit the sequences",
     "hybrid_off": f"{ENGINE} with --disable-hybrid-kv-cache-manager",
-    "naive": "every layer at full length, no blocks",
+    "naive": "all of the model's layers at full length, no drafter",
 }
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import floor, log10
 from textwrap import wrap
 from typing import Any
@@ -15,20 +15,26 @@ from workbench.model.references import Comparison, Reference
 from workbench.views import theme
 from workbench.views.view import View
 
-# Where measured figures come from; hardware and more of each stand in its hover and in the text.
+# Where measured figures come from; hardware stands with each panel, more in hovers and in the text.
 _BASIS: Mapping[str, str] = {
-    "recorded": "recorded: vLLM 0.33.0 and a prototype kernel on one H200, torch 2.11, CUDA 13.0",
-    "published": f"published: {ANNOUNCED} for Beam",
+    "recorded": "recorded: vLLM 0.33.0 and a prototype kernel on one H200, torch 2.11, CUDA 13.0, "
+    "date not recorded",
+    "published": f"published: {ANNOUNCED} for Beam, date not recorded",
 }
 _UNITS: Mapping[str, str] = {"ms": "ms", "tokens/s": "tokens/s", "ratio": "ratio of two rates"}
-_SHOWN: Mapping[str, tuple[str, str]] = {  # colour, symbol
-    "published": (theme.HEAT, "diamond"),
-    "recorded": (theme.HEAT, "square"),
+_MODELLED, _FLOOR = "modelled, added up", "modelled, overlapped"
+_SHOWN: Mapping[str, tuple[str, str, str]] = {  # name -> colour, symbol, the same as text
+    _MODELLED: (theme.NEUTRAL, "circle-open", "○"),
+    _FLOOR: (theme.NEUTRAL, "line-ns-open", "|"),
+    "published": (theme.HEAT, "diamond", "◆"),
+    "recorded": (theme.HEAT, "square", "■"),
 }
-_MODELLED, _FLOOR = theme.NEUTRAL, "line-ns-open"
-_ROW, _GAP, _TOP, _BOTTOM = 23, 72, 138, 44  # px
-_LEFT, _RIGHT = 330, 150
-_ENTRY = 132  # px of a name in the legend, so that two stand in a row beside the side bar
+# px: a row, a line of its name and what is beside it, between panels, below the last
+_ROW, _LINE, _AROUND, _GAP, _BOTTOM = 23, 13, 6, 72, 44
+_TOP, _KEY = theme.HEADING + 52, 32  # px: above the panels, from there to the key
+_LEFT, _RIGHT = 204, 92  # px: a page of 1000 px leaves half its width to the panels
+_EDGE = theme.PAD - _LEFT - 2  # px from the panels to the titles; a note has 2 px of its own
+_NAME = 33  # letters of a line of a name
 _MOST_RATIOS = 2  # beside a row
 _HOVER = 78  # characters of a line of a hover
 
@@ -49,7 +55,11 @@ def step_comparisons(comparisons: Sequence[Comparison]) -> View:
         raise SizingError("give one or more comparisons, those of references.comparisons()")
     panels = _panels(comparisons)
     kinds = {one.reference.kind for one in comparisons}
-    heights = [_ROW * len(rows) for _, rows in panels]
+    names = [_names(rows) for _, rows in panels]
+    heights = [
+        len(some) * max(_ROW, *(_LINE * (name.count("<br>") + 1) + _AROUND for name in some))
+        for some in names
+    ]
     inner = sum(heights) + _GAP * (len(panels) - 1)
     fig = theme.figure(
         "The roofline against what was measured",
@@ -57,9 +67,8 @@ def step_comparisons(comparisons: Sequence[Comparison]) -> View:
         f"are its errors · {' · '.join(text for kind, text in _BASIS.items() if kind in kinds)}",
         height=inner + _TOP + _BOTTOM,
         margin={"l": _LEFT, "r": _RIGHT, "t": _TOP, "b": _BOTTOM},
-        legend={"y": 1 + 30 / inner, "traceorder": "normal", "entrywidth": _ENTRY},
+        showlegend=False,
     )
-    shown: set[str] = set()
     top = 0
     on_the_right = len(panels)
     for panel, ((heading, rows), height) in enumerate(zip(panels, heights, strict=True), start=1):
@@ -67,40 +76,43 @@ def step_comparisons(comparisons: Sequence[Comparison]) -> View:
         domain = [1 - (top + height) / inner, 1 - top / inner]
         top += height + _GAP
         for trace in _traces(rows):
-            name = trace.legendgroup
-            trace.update(xaxis=f"x{axis}", yaxis=f"y{axis}",
-                         showlegend=name is not None and name not in shown)  # fmt: skip
-            shown |= {name} if name else set()
-            fig.add_trace(trace)
+            fig.add_trace(trace.update(xaxis=f"x{axis}", yaxis=f"y{axis}"))
         fig.update_layout(
             {
                 f"xaxis{axis}": {"anchor": f"y{axis}", **_across(rows)},
                 f"yaxis{axis}": {
                     "anchor": f"x{axis}",
                     "domain": domain,
-                    **_up(rows, [reference.name for reference, _ in rows]),
+                    **_up(names[panel - 1]),
                 },
                 f"yaxis{on_the_right + panel}": {
                     "anchor": f"x{axis}",
                     "overlaying": f"y{axis}",
                     "side": "right",
-                    **_up(rows, [_ratios(made) for _, made in rows]),
+                    **_up([theme.ink(_ratios(made)) for _, made in rows]),
                     "ticklabelstandoff": 6,
                 },
             }
         )
         # An axis that no trace lies on is not drawn.
         fig.add_trace(
-            go.Scatter(x=[None], y=[None], xaxis=f"x{axis}", yaxis=f"y{on_the_right + panel}",
-                       showlegend=False)
-        )  # fmt: skip
-        theme.panel_title(fig, panel, f"<b>{heading}</b>{_place(rows)}")
+            go.Scatter(x=[None], y=[None], xaxis=f"x{axis}", yaxis=f"y{on_the_right + panel}")
+        )
         last = rows[0][0].unit == "ratio"
-        fig.add_annotation(
-            text=theme.ink("÷ modelled" if last else "slower than modelled", faint=True),
-            x=1, xref="paper", xanchor="left", xshift=8,
-            y=1, yref=f"y{axis} domain", yanchor="bottom", yshift=8,
-        )  # fmt: skip
+        for text, x, anchor, shift in (
+            (theme.ink(f"<b>{heading}</b>{_heading_place(rows)}"), 0, "left", _EDGE),
+            (theme.ink("÷ modelled" if last else "× slower", faint=True), 1, "left", 8),
+        ):
+            fig.add_annotation(
+                text=text, x=x, xref="paper", xanchor=anchor, xshift=shift,
+                y=1, yref=f"y{axis} domain", yanchor="bottom", yshift=8,
+            )  # fmt: skip
+    # One line of text, for a legend takes as many rows as the panels are narrow.
+    fig.add_annotation(
+        text=_key({trace.name for trace in fig.data if trace.name}),
+        x=0, xref="paper", xanchor="left", xshift=_EDGE,
+        y=1, yref="paper", yanchor="bottom", yshift=_KEY,
+    )  # fmt: skip
     return View(figure=fig, text=_text(panels))
 
 
@@ -120,6 +132,15 @@ def _panels(comparisons: Sequence[Comparison]) -> list[tuple[str, list[_Row]]]:
         mine.sort(key=lambda row: not any(c.modelled for c in row[1]))
         found.append((f"{kind}, {_UNITS[unit]}", mine))
     return found
+
+
+def _key(drawn: Collection[str]) -> str:
+    """What the marks are."""
+    return "\u2003".join(
+        f'<span style="color:{color}">{mark}</span> {theme.ink(name)}'
+        for name, (color, _, mark) in _SHOWN.items()
+        if name in drawn
+    )
 
 
 def _modelled(made: Sequence[Comparison]) -> list[Comparison]:
@@ -173,15 +194,13 @@ def _traces(rows: Sequence[_Row]) -> list[go.Scatter]:
         measured["x"].append(reference.value)
         measured["y"].append(row)
         measured["hovertext"].append(_measured_hover(reference, made, bool(_place(rows))))
-    kind = rows[0][0].kind
-    color, symbol = _SHOWN[kind]
+    line = {"color": theme.rgba(_SHOWN[_MODELLED][0], 0.55), "width": 2}
     traces = [
-        go.Scatter(**ends, mode="lines", line={"color": theme.rgba(_MODELLED, 0.55), "width": 2},
-                   hoverinfo="skip", showlegend=False),
-        _markers(circles, "modelled, added up", "circle-open", _MODELLED, 9),
-        _markers(floors, "modelled, overlapped", _FLOOR, _MODELLED, 9),
-        _markers(measured, kind, symbol, color, 9),
-    ]  # fmt: skip
+        go.Scatter(**ends, mode="lines", line=line, hoverinfo="skip"),
+        _markers(circles, _MODELLED),
+        _markers(floors, _FLOOR),
+        _markers(measured, rows[0][0].kind),
+    ]
     return [trace for trace in traces if len(trace.x)]
 
 
@@ -190,19 +209,12 @@ def _apart(a: float, b: float) -> bool:
     return abs(a - b) > 0.03 * max(a, b)
 
 
-def _markers(
-    points: Mapping[str, list[Any]], name: str, symbol: str, color: str, size: int
-) -> go.Scatter:
-    return go.Scatter(
-        **points,
-        name=theme.ink(name),
-        legendgroup=name,
-        mode="markers",
-        marker={"symbol": symbol, "size": size, "color": color, "line": {"width": 2}}
-        if symbol.endswith("-open")
-        else {"symbol": symbol, "size": size, "color": color},
-        hoverinfo="text",
-    )
+def _markers(points: Mapping[str, list[Any]], name: str) -> go.Scatter:
+    color, symbol, _ = _SHOWN[name]
+    marker: dict[str, Any] = {"symbol": symbol, "size": 9, "color": color}
+    if symbol.endswith("-open"):
+        marker["line"] = {"width": 2}
+    return go.Scatter(**points, name=name, mode="markers", marker=marker, hoverinfo="text")
 
 
 def _folded(text: str) -> str:
@@ -255,14 +267,43 @@ def _tick(value: float) -> str:
     return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
 
 
-def _up(rows: Sequence[_Row], words: Sequence[str]) -> dict[str, Any]:
+def _up(words: Sequence[str]) -> dict[str, Any]:
     """A row for each reference, with words beside it."""
     return {
-        "range": [len(rows) - 0.5, -0.5],
-        "tickvals": list(range(len(rows))),
-        "ticktext": [theme.ink(theme.plain(word)) for word in words],
+        "range": [len(words) - 0.5, -0.5],
+        "tickvals": list(range(len(words))),
+        "ticktext": list(words),
         "showgrid": False,
     }
+
+
+def _names(rows: Sequence[_Row]) -> list[str]:
+    """Names of references, in lines; with the hardware where it is not that of the heading."""
+    place = _usual_place(rows)
+    found = []
+    for reference, _ in rows:
+        lines = theme.folded(reference.name, _NAME)
+        if reference.where != place:
+            lines[-1] += f", {_where(reference.where)}"
+            lines[-1:] = theme.folded(lines[-1], _NAME)
+        found.append(theme.ink("<br>".join(map(theme.plain, lines))))
+    return found
+
+
+def _usual_place(rows: Sequence[_Row]) -> str:
+    """Where most of a panel was measured; of equally many, the first."""
+    places = [reference.where for reference, _ in rows]
+    return max(dict.fromkeys(places), key=places.count)
+
+
+def _where(place: str) -> str:
+    return "hardware not stated" if place == "not stated" else place
+
+
+def _heading_place(rows: Sequence[_Row]) -> str:
+    """Hardware for the heading of a panel; rows measured elsewhere name their own."""
+    others = "" if _place(rows) else " unless a row says otherwise"
+    return f", {theme.plain(_where(_usual_place(rows)))}{others}"
 
 
 # -- text ---------------------------------------------------------------------------------------

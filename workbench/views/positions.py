@@ -28,7 +28,7 @@ def position_reach(infos: Sequence[ModelInfo]) -> View:
         "modelled: closed forms of the architecture",
         height=380,
         margin={"l": 56, "r": 16, "t": 118, "b": 48},
-        legend={"y": 1.13},
+        legend_under_title=True,
         xaxis={"domain": [0, 0.45]},
         xaxis2={"domain": [0.56, 1], "anchor": "y2"},
         yaxis2={"anchor": "x2"},

@@ -24,8 +24,9 @@ _NUMBER = (
     "text-align:right",
     "vertical-align:top",
     "font-variant-numeric:tabular-nums",
-    "white-space:nowrap",
 )
+_COLUMNS = 4
+_WORDS = "padding:0 0 8px;text-align:left;vertical-align:top"
 _TRANSPARENT = "background:transparent"  # JupyterLab stripes the rows of tables otherwise
 _NAMES = {
     "context": "context",
@@ -38,7 +39,7 @@ _NAMES = {
 
 
 def reconciliation(value: Reconciliation) -> View:
-    """Table of predicted and logged figures, with the verdict on each and what the line means.
+    """Table of predicted and logged figures, with the verdict; below each, what the line means.
 
     ``value`` is that of ``workbench.serving.reconcile.reconcile(log, config)``. Everything that
     comes from the log is escaped.
@@ -50,7 +51,6 @@ def reconciliation(value: Reconciliation) -> View:
             ("logged", _NUMBER),
             ("predicted", _NUMBER),
             ("verdict", _CELL),
-            ("what it means, and how it was predicted", _CELL),
         )
     )
     table = box(
@@ -67,7 +67,7 @@ def reconciliation(value: Reconciliation) -> View:
             "logged: recorded by the engine that wrote the log · predicted: computed here, exact "
             "but for the memory left to the cache, which is modelled · agrees: within the "
             f"predicted range; close: at most {CLOSE:.0%} beside it",
-            box(table, "overflow-x:auto")
+            box(table, "max-width:900px")
             + box(notes, f"font-size:{theme.TEXT}px", "margin-top:8px", "max-width:900px"),
         ),
         text=_text(value),
@@ -82,16 +82,22 @@ def _row(row: Comparison) -> str:
         escape(f"{sign} {row.verdict}{beside}"), f"color:{color}", weight, "white-space:nowrap",
         tag="span",
     )  # fmt: skip
-    words = escape(row.meaning) + box(escape(row.how), _FAINT)
     low, high = escape(row.predicted_text).partition(" … ")[::2]
+    # A range breaks after its dots, where the page is too narrow for one line.
+    spans = (f"{low} …", high) if high else (low,)
+    predicted = " ".join(box(part, "white-space:nowrap", tag="span") for part in spans)
     cells = (
-        box(f"<b>{escape(row.line)}</b>", *_CELL, "white-space:nowrap", tag="td")
-        + box(escape(row.logged_text), *_NUMBER, tag="td")
-        + box(f"{low} …<br>{high}" if high else low, *_NUMBER, tag="td")
+        box(f"<b>{escape(row.line)}</b>", *_CELL, tag="td")
+        + box(escape(row.logged_text), *_NUMBER, "white-space:nowrap", tag="td")
+        + box(predicted, *_NUMBER, tag="td")
         + box(verdict, *_CELL, tag="td")
-        + box(words, *_CELL, "min-width:220px", "line-height:1.35", tag="td")
     )
-    return box(cells, f"border-top:1px solid {theme.LINE}", _TRANSPARENT, tag="tr")
+    words = escape(row.meaning) + box(escape(row.how), _FAINT)
+    # What a line means lies below its figures, as wide as the table: nothing scrolls sideways.
+    below = box(words, "max-width:760px", "line-height:1.35")
+    return box(cells, f"border-top:1px solid {theme.LINE}", _TRANSPARENT, tag="tr") + box(
+        f'<td colspan="{_COLUMNS}" style="{escape(_WORDS)}">{below}</td>', _TRANSPARENT, tag="tr"
+    )
 
 
 def _error(row: Comparison) -> str:

@@ -28,6 +28,9 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "others": ((), theme.NEUTRAL),
 }  # fmt: skip
 _PATTERNS: Mapping[Limit, str] = {"memory": "", "compute": "/", "wire": "x"}
+_FILLS: Mapping[Limit, str] = {
+    "memory": "memory (plain)", "compute": "arithmetic (hatched)", "wire": "NVLink (crossed)",
+}  # fmt: skip
 _LIMIT_NAMES: Mapping[Limit, str] = {
     "memory": "limited by memory",
     "compute": "limited by arithmetic",
@@ -44,20 +47,24 @@ _SHORT = {
 }
 _OPACITY, _PALE = 0.6, 0.2
 _PALE_KINDS = ("norms, head", "others")
-# px: above the legends, a row of one, below the bars
-_ABOVE, _LEGEND, _BELOW = 74, 21, 52
+# px: above the legend, a row of it, below it, below the bars
+_ABOVE, _LEGEND, _UNDER, _BELOW = theme.HEADING, 19, 22, 52
 _ENTRIES: Mapping[str, Any] = {
-    "traceorder": "normal", "entrywidth": 128, "itemclick": False, "itemdoubleclick": False,
+    "traceorder": "normal", "entrywidth": 100, "itemclick": False, "itemdoubleclick": False,
 }  # fmt: skip
 _SHARED: Mapping[str, Any] = {
     "line": {"width": 1, "color": theme.LINE},
     "pattern": {"solidity": 0.35, "size": 6, "fillmode": "replace"},
 }
-_IN_A_ROW = 3  # entries of a legend, beside JupyterLab's side bar
-_ROW = 50  # px a bar
-_PX = 800  # px of the axis on a page of ordinary width: for which names fit
+# Sizes are those of the narrowest page, of 1000 px with JupyterLab's side bar.
+_IN_A_ROW = 3  # entries of the legend
+_LEFT, _RIGHT = 164, 16  # px beside the bars
+_NAME = 26  # letters of a line beside a bar
+_LINE, _ROW = 14, 50  # px of such a line, and of a bar at least
+_PX = 360  # px of the axis: for which names fit
 _LETTER = 6.2  # px of a letter on a bar
-_ROOM = 1.22  # of the longest bar, so that its time stands beside it
+_DIAMOND = 11  # px
+_ROOM = 1.28  # of the longest bar, so that its time stands beside it
 _SMALLEST = 0.01  # share of a step from which an operation has a line of its own in the text
 
 
@@ -77,30 +84,33 @@ def step_breakdown(*step_times: StepTime) -> View:
     kinds = {kind: names for kind in _KINDS if (names := _names(kind, step_times, small))}
     rows = list(range(len(step_times)))
     limits = {op.bound.limit for step in step_times for op in step.operations}
-    limit_rows = -(-(1 + len(limits)) // _IN_A_ROW)
-    legend_rows = limit_rows - (-(len(kinds) + bool(small)) // _IN_A_ROW)
+    fills = ", ".join(words for limit, words in _FILLS.items() if limit in limits)
+    labels = [_label(step, step_times) for step in step_times]
+    height = max(_ROW, *(_LINE * (label.count("<br>") + 1) + 12 for label in labels))
+    top = _ABOVE + _LEGEND * -(-(len(kinds) + bool(small)) // _IN_A_ROW) + _UNDER
     floors = [1e3 * s.overlapped_seconds for s in step_times]
     end = max(s.milliseconds for s in step_times) * _ROOM
     fig = theme.figure(
         "What a step spends its time on",
-        f"modelled, a roofline with nothing fitted: {_shared(step_times)} · the bar adds up all "
-        "operations; the diamond is the floor, everything overlapped",
-        height=_ABOVE + _LEGEND * legend_rows + _BELOW + _ROW * len(rows),
-        margin={"l": 190, "r": 16, "t": _ABOVE + _LEGEND * legend_rows, "b": _BELOW},
+        f"modelled, a roofline with nothing fitted: {_shared(step_times)} · bar: all operations "
+        f"added up; diamond: the floor, all overlapped · limited by {fills}",
+        height=top + _BELOW + height * len(rows),
+        legend_under_title=True,
+        margin={"l": _LEFT, "r": _RIGHT, "t": top, "b": _BELOW},
         barmode="stack",
         bargap=0.34,
-        legend={"y": 1 + (_LEGEND * limit_rows + 2) / (_ROW * len(rows)), **_ENTRIES},
-        legend2={**theme.LEGEND, "x": 0, "y": 1, **_ENTRIES},
+        legend=_ENTRIES,
     )
     # What all pieces share is written once, not with each of two dozen traces.
     fig.layout.template.data.bar = [go.Bar(marker=_SHARED, hoverinfo="text")]
     words: dict[str, list[Any]] = {"x": [], "y": [], "text": []}
     starts = [0.0] * len(rows)
+    covered = (_DIAMOND / 2 + 2) / _PX * end  # by a diamond and its edge, on each side, in ms
 
     def add(kind: str, short: str, trace: go.Bar, lengths: Sequence[float]) -> None:
         fig.add_trace(trace)
         for row, length in enumerate(lengths):
-            low, high = _free(starts[row], starts[row] + length, floors[row])
+            low, high = _free(starts[row], starts[row] + length, floors[row], covered)
             if (high - low) / end * _PX > _LETTER * (len(short) + 1):
                 words["x"].append((low + high) / 2)
                 words["y"].append(row)
@@ -135,13 +145,13 @@ def step_breakdown(*step_times: StepTime) -> View:
             hoverinfo="skip",
         )
     )
-    for trace in _legend(kinds, step_times):
+    for trace in _legend(kinds):
         fig.add_trace(trace)
     fig.update_layout(
         xaxis={"title": {"text": theme.ink("ms a step on one GPU")}, "range": [0, end]},
         yaxis={
             "tickvals": rows,
-            "ticktext": [_label(step, step_times) for step in step_times],
+            "ticktext": labels,
             "range": [len(rows) - 0.5, -0.5],
             "showgrid": False,
         },
@@ -173,11 +183,15 @@ def _kind(name: str) -> str:
     return "drafter" if name.startswith("draft_") else "others"
 
 
-def _free(low: float, high: float, floor: float) -> tuple[float, float]:
-    """The part of a piece that is wider, where the diamond lies on it: its words go there."""
-    if not low < floor < high:
+def _free(low: float, high: float, floor: float, covered: float) -> tuple[float, float]:
+    """The part of a piece that is wider, where a diamond lies on it: its words go there.
+
+    The diamond covers ``covered`` on both sides of ``floor``.
+    """
+    if floor + covered <= low or floor - covered >= high:
         return low, high
-    return (low, floor) if floor - low > high - floor else (floor, high)
+    before, after = (low, floor - covered), (floor + covered, high)
+    return before if before[1] - before[0] > after[1] - after[0] else after
 
 
 def _operation(step: StepTime, name: str) -> Operation | None:
@@ -252,7 +266,7 @@ def _floors(steps: Sequence[StepTime], rows: Sequence[int]) -> go.Scatter:
         mode="markers",
         marker={
             "symbol": "diamond",
-            "size": 11,
+            "size": _DIAMOND,
             "color": "#ffffff",
             "line": {"width": 2, "color": "#3a3a3a"},
         },
@@ -263,23 +277,16 @@ def _floors(steps: Sequence[StepTime], rows: Sequence[int]) -> go.Scatter:
             for s in steps
         ],
         hoverinfo="text",
-        legend="legend2",
+        showlegend=False,
     )
 
 
-def _legend(kinds: Mapping[str, list[str]], steps: Sequence[StepTime]) -> list[go.Bar]:
-    """Entries of both legends, of colours and of hatchings: traces that draw nothing else."""
-    limits = {op.bound.limit for step in steps for op in step.operations}
-    shown = [(kind, kind, "." * (kind == "others"), "legend") for kind in kinds]
-    shown += [
-        (name, "", _PATTERNS[limit], "legend2")
-        for limit, name in _LIMIT_NAMES.items()
-        if limit in limits
-    ]
+def _legend(kinds: Mapping[str, list[str]]) -> list[go.Bar]:
+    """Entries of the legend, one a colour: traces that draw nothing else."""
     return [
-        go.Bar(x=[None], y=[None], orientation="h", name=theme.ink(name), legend=legend,
-               marker=_marker(kind, shape))
-        for name, kind, shape, legend in shown
+        go.Bar(x=[None], y=[None], orientation="h", name=theme.ink(kind),
+               marker=_marker(kind, "." * (kind == "others")))
+        for kind in kinds
     ]  # fmt: skip
 
 
@@ -309,8 +316,11 @@ def _shared(steps: Sequence[StepTime]) -> str:
 def _label(step: StepTime, steps: Sequence[StepTime]) -> str:
     columns = list(zip(*map(_conditions, steps), strict=True))
     own = [c for c, column in zip(_conditions(step), columns, strict=True) if len(set(column)) > 1]
-    lines = [step.what, ", ".join([step.settings.layout.name, *own])]
-    return "<br>".join(theme.ink(theme.plain(line), faint=i > 0) for i, line in enumerate(lines))
+    what = theme.folded(step.what, _NAME)
+    lines = [*what, *theme.folded(", ".join([step.settings.layout.name, *own]), _NAME)]
+    return "<br>".join(
+        theme.ink(theme.plain(line), faint=i >= len(what)) for i, line in enumerate(lines)
+    )
 
 
 def _text(step: StepTime) -> str:

@@ -44,9 +44,11 @@ MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monos
 TITLE, TEXT, SMALL = 15, 12, 11
 
 
+PAD = 4  # px at the left of titles and of pages
 _TOP = 64  # px above the panels of a figure without a legend
 _SUBTITLE_WIDTH = 80  # characters that fit beside JupyterLab's side bar on a page of 1000 px
 _LINE_HEIGHT = 16
+HEADING = 56  # px of the title and one line of subtitle: where a legend may start
 
 
 def rgba(color: str, alpha: float) -> str:
@@ -64,6 +66,18 @@ def ink(text: str, *, faint: bool = False) -> str:
 def plain(text: str) -> str:
     """Text for plotly, which reads some HTML: names and token texts pass through here."""
     return escape(text, quote=False)  # quotes stay: plotly would show them as entities
+
+
+def folded(text: str, width: int) -> list[str]:
+    """``text`` in lines of at most ``width`` letters, broken after commas where that is enough."""
+    lines: list[str] = []
+    for clause in text.split(", "):
+        if lines and len(lines[-1]) + len(clause) + 2 < width:
+            lines[-1] += f", {clause}"
+        else:
+            lines[-1:] = [f"{line}," for line in lines[-1:]]
+            lines += wrap(clause, width - 1)  # a comma may follow
+    return lines
 
 
 def token_label(text: str, limit: int = 14) -> str:
@@ -124,14 +138,15 @@ def _template() -> go.layout.Template:
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "colorway": [SLIDING, FULL, SPARSE, DENSE, HEAT, NEUTRAL],
+        # At the edge of the figure, not of its panels: all titles of a page start at one place.
         "title": {
             "x": 0,
             "xanchor": "left",
-            "xref": "paper",
+            "xref": "container",
             "y": 1,
             "yanchor": "top",
             "yref": "container",
-            "pad": {"t": 10},
+            "pad": {"t": 10, "l": PAD},
             "font": {"size": TITLE},
             "subtitle": {"font": {"size": TEXT}},
         },
@@ -164,24 +179,49 @@ TEMPLATE = _template()
 CONFIG = {"displaylogo": False, "displayModeBar": False}
 
 
-def figure(title: str, subtitle: str, *, height: int, **layout: Any) -> go.Figure:
-    """An empty figure in the house style; ``subtitle`` says where the numbers come from."""
+def figure(title: str, subtitle: str, *, height: int, **more: Any) -> go.Figure:
+    """An empty figure in the house style; ``subtitle`` says where the numbers come from.
+
+    ``more`` is that of :func:`style`.
+    """
     fig = go.Figure()
-    style(fig, title, subtitle, height=height, **layout)
+    style(fig, title, subtitle, height=height, **more)
     return fig
 
 
-def style(fig: Any, title: str, subtitle: str, *, height: int, **layout: Any) -> None:
+def style(
+    fig: Any,
+    title: str,
+    subtitle: str,
+    *,
+    height: int,
+    legend_under_title: bool = False,
+    **layout: Any,
+) -> None:
     """Put the house style on a figure (a ``FigureWidget`` or one with subplots, too).
 
     A long subtitle is broken into lines; the figure grows by them, its panels keep their size.
+    With ``legend_under_title`` the legend starts at the figure's left edge right below the
+    subtitle: for figures with a wide margin, and for legends that take more rows on a narrow page,
+    which then move the panels down instead of covering the subtitle.
     """
-    lines = wrap(subtitle, _SUBTITLE_WIDTH, break_long_words=False, break_on_hyphens=False)
+    # A dot between two remarks ends a line, it starts none.
+    words = subtitle.replace(" ·", "\u00a0·")
+    lines = wrap(words, _SUBTITLE_WIDTH, break_long_words=False, break_on_hyphens=False)
+    lines = [line.replace("\u00a0·", " ·") for line in lines]
     grown = _LINE_HEIGHT * (len(lines) - 1)
     if grown > 0:
         height += grown
         margin = layout.get("margin", {})
         layout["margin"] = {**margin, "t": margin.get("t", _TOP) + grown}
+    if legend_under_title:
+        layout["legend"] = {
+            **layout.get("legend", {}),
+            "xref": "container",
+            "yref": "container",
+            "yanchor": "top",
+            "y": round(1 - (HEADING + _LINE_HEIGHT * (len(lines) - 1)) / height, 4),
+        }
     fig.update_layout(
         template=TEMPLATE,
         title={

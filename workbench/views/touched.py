@@ -30,8 +30,8 @@ def experts_touched(touched: TouchedExperts) -> View:
         f"{touched.experts} experts · measured here on {plural(touched.tokens, 'token')} of "
         f"{plural(touched.texts, 'text')}; the dashed line is exact",
         height=360,
+        legend_under_title=True,
         margin={"l": 60, "r": 16, "t": 112, "b": 52},
-        legend={"y": 1},
     )
     for field, (name, color, symbol, dash) in _LINES.items():
         points = [

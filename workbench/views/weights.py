@@ -24,11 +24,12 @@ WEIGHT_GROUPS: dict[str, tuple[tuple[WeightPart, ...], str, str]] = {
     "routers, norms": (("router", "norms"), theme.NEUTRAL, "+"),
     "drafter": (("drafter",), theme.DRAFTER, "/"),
 }
-_ENTRY = 130  # px of a name in the legend
+_ENTRY = 98  # px of a name in the legend
+_IN_A_ROW, _LEGEND = 3, 19  # names in a row of it on a page of 1000 px, px of a row
 _ROW, _LINE = 34, 14  # px a bar, and a line of its name
 _OPACITY = 0.6  # words on a bar are read through it in either theme
 _LABELLED = 0.08  # share of the axis from which a piece is wide enough for its name
-_ROOM = 1.16  # of the longest bar, so that its total stands beside it
+_ROOM = 1.26  # of the longest bar, so that its total stands beside it
 _ROWS = 6  # of the text form of a curve
 
 
@@ -72,15 +73,17 @@ def weight_bars(*sizings: WeightSizing, per_gpu: bool = False, model: str = "the
     }
     names = [_bar_name(s, per_gpu) for s in sizings]
     row = max(_ROW, *(_LINE * (name.count("<br>") + 2) for name in names))
+    legend_rows = -(-len(groups) // _IN_A_ROW)
     fig = theme.figure(
         f"Weights of {model}",
         f"{'the fullest GPU of each layout' if per_gpu else 'each weight once'} · every byte exact "
         f"for the precision named, scales counted; which parts a checkpoint quantises is assumed",
-        height=136 + 26 * (len(groups) > 4) + row * len(sizings),
-        margin={"l": 112, "r": 16, "t": 84 + 26 * (len(groups) > 4), "b": 52},
+        height=117 + _LEGEND * legend_rows + row * len(sizings),
+        legend_under_title=True,
+        margin={"l": 112, "r": 16, "t": 65 + _LEGEND * legend_rows, "b": 52},
         barmode="stack",
         bargap=0.3,
-        legend={"y": 1, "traceorder": "normal", "entrywidth": _ENTRY},
+        legend={"traceorder": "normal", "entrywidth": _ENTRY},
     )
     rows = list(range(len(sizings)))
     words: dict[str, list[Any]] = {"x": [], "y": [], "text": []}
@@ -196,8 +199,9 @@ def active_curve(curve: WeightCurve, *, model: str = "the model") -> View:
         f"one GPU of {curve.layout.name}, {curve.precision.name} · modelled: each weight read once "
         f"a step; {basis} ({curve.per_token} of {curve.experts} a token)",
         height=380,
+        legend_under_title=True,
         margin={"l": 64, "r": 16, "t": 112, "b": 52},
-        legend={"y": 1, "traceorder": "normal"},
+        legend={"traceorder": "normal"},
     )
     x = np.array(curve.batches)
     # From the bottom up: what every step reads lies below, so that the experts are seen to grow.
