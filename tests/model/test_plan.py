@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_starts import FOLDER, served_rank
 from workbench.datasheet import SHEETS, sheet
 from workbench.errors import WorkbenchError
 from workbench.model.asked import SizingError
@@ -301,25 +302,14 @@ def test_workspace_grows_and_has_a_floor(tokens: int, sequences: int, layout: La
     assert here <= workspace_bytes(BEAM, layout, tokens, sequences, Speculation())
 
 
-LOGS = sorted((Path(__file__).parents[1] / "data" / "startup_logs").glob("h200_*.json"))
+LOGS = sorted(FOLDER.glob("h200_*.json"))
 
 
 @pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
 def test_recorded_starts_of_the_engine(path: Path) -> None:
     """One of eight ranks' shapes on a real H200: weights to the byte, the pool to the block."""
     found = json.loads(path.read_text("utf-8"))
-    layers = found["layers"]
-    rank = BEAM.replace(
-        num_hidden_layers=layers,
-        layer_types=BEAM.layer_types[:layers],
-        mlp_layer_types=BEAM.mlp_layer_types[:layers],
-        num_attention_heads=6,
-        num_key_value_heads=1,
-        intermediate_size=1536,
-        moe_intermediate_size=320,
-        vocab_size=20480,
-        max_position_embeddings=131_072,
-    )
+    rank = served_rank(found["layers"])
     drafter = None
     if "drafter_config" in found:
         drafter = DFlash2Config.from_dict(found["drafter_config"])

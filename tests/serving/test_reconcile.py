@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine_starts import FOLDER, served_rank
 from workbench.errors import WorkbenchError
-from workbench.model.config import BeamConfig
 from workbench.model.drafter_config import DFlash2Config
 from workbench.model.presets import beam_501b, beam_501b_dflash2
 from workbench.serving.reconcile import Comparison, Reconciliation, reconcile
@@ -17,35 +17,19 @@ from workbench.serving.startup_log import StartupLogError
 
 BEAM = beam_501b().config
 DRAFTER = beam_501b_dflash2().config
-LOGS = Path(__file__).parents[1] / "data" / "startup_logs"
-
-
-def rank(layers: int) -> BeamConfig:
-    """The shapes of one of eight ranks, as those logs' model had them."""
-    return BEAM.replace(
-        num_hidden_layers=layers,
-        layer_types=BEAM.layer_types[:layers],
-        mlp_layer_types=BEAM.mlp_layer_types[:layers],
-        num_attention_heads=6,
-        num_key_value_heads=1,
-        intermediate_size=1536,
-        moe_intermediate_size=320,
-        vocab_size=20480,
-        max_position_embeddings=131_072,
-    )
 
 
 def row(found: Reconciliation, line: str) -> Comparison:
     return next(row for row in found.rows if row.line == line)
 
 
-@pytest.mark.parametrize("path", sorted(LOGS.glob("h200_*.txt")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("h200_*.txt")), ids=lambda p: p.stem)
 def test_recorded_logs_agree(path: Path) -> None:
     record = json.loads(path.with_suffix(".json").read_text("utf-8"))
     drafter = None
     if "drafter_config" in record:
         drafter = DFlash2Config.from_dict(record["drafter_config"])
-    model = rank(record["layers"])
+    model = served_rank(record["layers"])
     found = reconcile(path.read_text("utf-8"), model, drafter=drafter, gpu="H200")
     assert found.agrees
     assert found.version == "0.33.0"

@@ -10,11 +10,11 @@ import plotly.graph_objects as go
 
 from workbench.model.plan import Plan
 from workbench.model.sizing import ENGINE
-from workbench.model.weights import WeightPart
 from workbench.views import theme
 from workbench.views.kv_figures import PART_COLORS, PART_NAMES, PART_PATTERNS, PARTS
 from workbench.views.kv_words import size
 from workbench.views.numbers import plural
+from workbench.views.pieces import WEIGHT_GROUPS, piece_marker
 from workbench.views.view import View
 
 _GIB = 2**30
@@ -25,15 +25,14 @@ _LETTER = 5.9
 _HALO = "0 0 3px var(--jp-layout-color0,rgba(128,128,128,0.4))"
 _EDGE = 92  # px beside the axis for what a bar that is cut off comes to
 
-# name -> the parts of WeightSizing in it, colour, pattern
-_WEIGHTS: dict[str, tuple[tuple[WeightPart, ...], str, str]] = {
-    "expert weights": (("experts",), theme.SPARSE, ""),
-    "dense MLP weights": (("dense_mlp",), theme.DENSE, ""),
-    "attention weights": (("attention",), theme.NEUTRAL, ""),
-    "embedding, head": (("embedding", "head"), theme.NEUTRAL, "-"),
-    "routers, norms": (("router", "norms"), theme.NEUTRAL, "+"),
-    "drafter weights": (("drafter",), theme.DRAFTER, "/"),
+_NAMES = {
+    "experts": "expert weights",
+    "dense MLPs": "dense MLP weights",
+    "attention": "attention weights",
+    "drafter": "drafter weights",
 }
+# name -> the parts of WeightSizing in it, colour, pattern
+_WEIGHTS = {_NAMES.get(name, name): group for name, group in WEIGHT_GROUPS.items()}
 _WORKSPACE, _FREE = "workspace", "free"
 _SHORT = {
     "expert weights": "experts",
@@ -81,18 +80,7 @@ def memory_traces(
                 **values[name],
                 name=theme.ink(name),
                 orientation="h",
-                marker={
-                    "color": theme.rgba(color, opacity),
-                    "line": {"width": 0},
-                    "pattern": {
-                        "shape": pattern,
-                        "solidity": 0.4,
-                        "size": 5,
-                        "fgcolor": color,
-                        "bgcolor": theme.rgba(color, 0.3),
-                        "fillmode": "replace",
-                    },
-                },
+                marker=piece_marker(color, pattern, opacity),
                 hovertemplate=f"{_said(name)}<br>%{{x:,.3f}} GiB a GPU<extra></extra>",
                 **on,
             )

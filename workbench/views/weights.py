@@ -13,17 +13,9 @@ from workbench.model.weight_curve import WeightCurve
 from workbench.model.weights import WeightPart, WeightSizing
 from workbench.views import theme
 from workbench.views.kv_words import size, tokens, unit
+from workbench.views.pieces import WEIGHT_GROUPS, piece_marker
 from workbench.views.view import View
 
-# name -> the parts in it, colour, pattern; as in the bars of a GPU's memory
-WEIGHT_GROUPS: dict[str, tuple[tuple[WeightPart, ...], str, str]] = {
-    "experts": (("experts",), theme.SPARSE, ""),
-    "dense MLPs": (("dense_mlp",), theme.DENSE, ""),
-    "attention": (("attention",), theme.NEUTRAL, ""),
-    "embedding, head": (("embedding", "head"), theme.NEUTRAL, "-"),
-    "routers, norms": (("router", "norms"), theme.NEUTRAL, "+"),
-    "drafter": (("drafter",), theme.DRAFTER, "/"),
-}
 _ENTRY = 98  # px of a name in the legend
 _IN_A_ROW, _LEGEND = 3, 19  # names in a row of it on a page of 1000 px, px of a row
 _ROW, _LINE = 34, 14  # px a bar, and a line of its name
@@ -31,22 +23,6 @@ _OPACITY = 0.6  # words on a bar are read through it in either theme
 _LABELLED = 0.08  # share of the axis from which a piece is wide enough for its name
 _ROOM = 1.26  # of the longest bar, so that its total stands beside it
 _ROWS = 6  # of the text form of a curve
-
-
-def weight_marker(color: str, pattern: str) -> dict[str, Any]:
-    """Fill of a piece: the colour alone, or strokes of it where colours are shared."""
-    return {
-        "color": theme.rgba(color, _OPACITY),
-        "line": {"width": 0},
-        "pattern": {
-            "shape": pattern,
-            "solidity": 0.4,
-            "size": 5,
-            "fgcolor": color,
-            "bgcolor": theme.rgba(color, 0.3),
-            "fillmode": "replace",
-        },
-    }
 
 
 # -- held ---------------------------------------------------------------------------------------
@@ -98,7 +74,7 @@ def weight_bars(*sizings: WeightSizing, per_gpu: bool = False, model: str = "the
                 name=theme.ink(group),
                 x=lengths,
                 y=rows,
-                marker=weight_marker(color, pattern),
+                marker=piece_marker(color, pattern),
                 hovertext=[_held_hover(parts, h, t) for h, t in zip(held, totals, strict=True)],
                 hoverinfo="text",
             )
