@@ -376,12 +376,30 @@ class KVSizing(Shown):
     def _engine_bytes(self, plan: KVPlan) -> KVBytes:
         s = self.settings
         sums = {"full": 0, "sliding": 0, "drafter": 0}
-        for position, size in self._layer_bytes(plan).items():
-            layer = plan.layers[position]
-            sliding = not layer.drafter and not self.config.is_full(layer.index)
-            sums["drafter" if layer.drafter else "sliding" if sliding else "full"] += size
-        total = s.sequences * plan.bytes_per_sequence(s.context, s.in_flight_tokens)
+        total = 0
+        for group, shares in zip(plan.groups, _shares(plan, self.config), strict=True):
+            blocks = s.sequences * admission_blocks(
+                group.window, group.block_size, s.context, s.in_flight_tokens
+            )
+            total += blocks * plan.block_bytes
+            for kind, size in shares:
+                sums[kind] += blocks * size
         return KVBytes(**sums, padding=total - sum(sums.values()))
+
+
+@lru_cache(maxsize=512)
+def _shares(plan: KVPlan, config: BeamConfig) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """For each group, the bytes of one of its blocks by kind of layer."""
+    found = []
+    for group in plan.groups:
+        sizes: dict[str, int] = {}
+        for position, page in zip(group.layers, group.pages, strict=True):
+            layer = plan.layers[position]
+            full = not layer.drafter and config.is_full(layer.index)
+            kind = "drafter" if layer.drafter else "full" if full else "sliding"
+            sizes[kind] = sizes.get(kind, 0) + page
+        found.append(tuple(sizes.items()))
+    return tuple(found)
 
 
 # The engine whose accounting ``admission`` and ``hybrid_off`` reproduce.
