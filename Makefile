@@ -91,7 +91,7 @@ test-full: $(VENV)/.filled-full lint
 	@$(BIN)/python -m pytest $(NBVAL) -m "full or not full" tests notebooks $(PYTEST_ARGS)
 
 # Optional: the bundled checkpoint through the engine's own classes (tests/engine/README.md).
-engine:
+engine: $(VENV)/.filled-test
 	@test -n "$(ENGINE_PYTHON)" || { echo "name a Python that has the engine: make engine ENGINE_PYTHON=..., see tests/engine/README.md" >&2; exit 1; }
 	@$(ENGINE_PYTHON) tests/engine/record_engine_vectors.py --check workbench/model/zoo/beam-tiny
 	@ENGINE_PYTHON=$(ENGINE_PYTHON) $(BIN)/python -m pytest -q tests/test_engine_kv.py

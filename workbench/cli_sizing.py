@@ -64,8 +64,6 @@ def kv(
 
     resolved = resolve(model)
     shape = _drafter_of_kv(model, drafter_config, wanted=drafter)
-    if shape is not None:
-        shape.check_target(resolved.config)
     sizing = size_kv(
         resolved.config,
         context=context,

@@ -16,6 +16,7 @@ from workbench.model.config import BeamConfig
 from workbench.model.kv_inverse import fits, max_context, max_sequences
 from workbench.model.presets import beam_501b, beam_501b_dflash2
 from workbench.model.sizing import ACCOUNTS, Account, KVSizing, size_kv
+from workbench.model.weights import size_weights
 
 BEAM = beam_501b().config
 DRAFTER = beam_501b_dflash2().config
@@ -387,6 +388,10 @@ def test_missing_drafter_fields_are_named() -> None:
 
 
 def test_drafter_must_belong_to_its_target() -> None:
+    for ask in (lambda: size_kv("beam-tiny", context=9, drafter=DRAFTER),
+                lambda: size_weights("beam-tiny", drafter=DRAFTER)):  # fmt: skip
+        with pytest.raises(ConfigError, match="the drafter's hidden_size is 5120"):
+            ask()
     with pytest.raises(ConfigError, match="hidden_size is 2560"):
         DRAFTER.replace(hidden_size=2560).check_target(BEAM)
     with pytest.raises(ConfigError, match="target layer 52"):

@@ -189,7 +189,7 @@ def test_more_tokens_read_no_less(a: int, b: int) -> None:
 
 
 def test_given_experts_and_no_logits() -> None:
-    measured = active_bytes(BEAM, 32, distinct=100.0, logits=0, layout=Layout(tp=8))
+    measured = active_bytes(BEAM, 32, distinct=100.0, logits=False, layout=Layout(tp=8))
     assert measured["experts"] == pytest.approx(100 * 49 * 3 * 5120 * 320 * 2)
     assert measured["head"] == 0
     for distinct in (-1.0, 257.0, float("nan")):

@@ -390,8 +390,6 @@ def _plan(
             f"gpu memory utilization must be above 0 and at most 1, not {shown(utilization)}"
         )
     sequences = whole("sequences", sequences, MOST_SEQUENCES)
-    if drafter is not None:
-        drafter.check_target(config)
     sized = size_weights(config, weights, layout, drafter)
     settings: dict[str, Any] = {
         "kv_dtype": kv_dtype,

@@ -440,6 +440,7 @@ def size_kv(
         async_scheduling=async_scheduling,
     )
     if extra is not None:
+        extra.check_target(config)
         check_heads(extra, settings.tp, whose="the drafter's ")
     rank = _rank(config, extra, settings.kv_dtype, settings.tp, settings.block_size)
     return KVSizing(config=config, drafter=extra, settings=settings, _rank=rank)

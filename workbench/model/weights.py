@@ -201,6 +201,8 @@ def _size_weights(
     config: BeamConfig, precision: Precision, layout: Layout, drafter: DFlash2Config | None
 ) -> WeightSizing:
     layout.check(config)
+    if drafter is not None:
+        drafter.check_target(config)
     single = Layout()
     return WeightSizing(
         precision=precision,
@@ -324,14 +326,14 @@ def active_bytes(
     layout: Layout = Layout(),  # noqa: B008 - frozen
     *,
     distinct: float | None = None,
-    logits: int | None = None,
+    logits: bool = True,
 ) -> dict[WeightPart, float]:
     """Bytes of weights that one GPU reads in one step over ``tokens`` tokens, by part.
 
     ``tokens`` counts over all data-parallel groups. ``distinct`` is the number of different experts
     a layer touches among all of its experts, by default the expectation under uniform routing
-    (:func:`expected_experts`); a GPU with some of the experts touches its share. ``logits`` is the
-    number of rows that need the head, only whether it is none matters. Each weight is read once.
+    (:func:`expected_experts`); a GPU with some of the experts touches its share. Without
+    ``logits`` no row needs the head. Each weight is read once.
 
     Raises:
         SizingError: a count that cannot be.
@@ -352,7 +354,7 @@ def active_bytes(
             share = distinct / c.num_experts
         elif matrix.part == "embedding":  # a lookup reads one row a token
             share = min(1.0, -(-tokens // layout.dp) / c.vocab_size)
-        elif matrix.part == "head" and logits == 0:
+        elif matrix.part == "head" and not logits:
             share = 0.0
         sums[matrix.part] += share * matrix.bytes
     return sums
