@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from workbench.lab import LabError, _environment, copy_notebooks, run_lab
+from workbench.lab import LabError, _environment, _wait_for, copy_notebooks, run_lab
 
 NOTEBOOK = '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}\n'
 
@@ -104,6 +104,33 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(LabError, match=f"port {port} .* is taken"):
             run_lab(tmp_path, port=port, browser=False, say=print)
+
+
+def test_the_address_is_told_once_the_server_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's file comes before it listens; an address told then would be refused."""
+    import socket
+    import threading
+    import time
+
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as server,
+        socket.socket() as later,
+    ):
+        later.bind(("127.0.0.1", 0))
+        port = later.getsockname()[1]
+        described = {"url": f"http://127.0.0.1:{port}/", "token": "t", "port": port}
+        (tmp_path / f"jpserver-{server.pid}.json").write_text(json.dumps(described))
+        began = time.monotonic()
+        timer = threading.Timer(0.5, later.listen)
+        timer.start()
+        url = _wait_for(server, tmp_path)
+        assert time.monotonic() - began >= 0.5
+        assert url == f"http://127.0.0.1:{port}/lab/?token=t"
+        timer.join()
+        server.communicate(b"\n", timeout=30)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGHUP], ids=["Ctrl-C", "closed"])

@@ -249,7 +249,10 @@ def _free(port: int) -> bool:
 
 
 def _wait_for(server: subprocess.Popen[bytes], folder: Path) -> str:
-    """The server's address with its token, from the file it writes once it listens."""
+    """The server's address with its token, once it answers there.
+
+    The server writes the file that names them a moment before it listens.
+    """
     from jupyter_core.paths import jupyter_runtime_dir
 
     file = Path(jupyter_runtime_dir()) / f"jpserver-{server.pid}.json"
@@ -261,6 +264,8 @@ def _wait_for(server: subprocess.Popen[bytes], folder: Path) -> str:
         with suppress(OSError, ValueError, KeyError):  # not there yet, or half-written
             data = json.loads(file.read_text(encoding="utf-8"))
             page = f"tree/{START}" if (folder / START).exists() else ""
+            with socket.create_connection(("127.0.0.1", data["port"]), timeout=1):
+                pass  # refused is an OSError: not listening yet
             return f"{data['url']}lab/{page}?token={data['token']}"
         time.sleep(0.1)
     raise LabError(f"JupyterLab did not come up within {_START_SECONDS:.0f} s")
