@@ -6,6 +6,13 @@ import signal
 
 import pytest
 
+from workbench.kernels import triton_runtime
+
+# Triton decides once a process whether it interprets, and other people's modules import it: without
+# a GPU its interpreter is switched on before any test file is read.
+if triton_runtime.why_not("cpu") is None:
+    triton_runtime.triton  # noqa: B018 - asking for it imports it
+
 # Started by a script in the background or by nohup, pytest ignores SIGINT or SIGHUP, and so would
 # every program it starts: tests that interrupt one would wait for ever.
 for _number, _usual in (

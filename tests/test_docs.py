@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/sizing.md")
+PAGES = ("README.md", "docs/kernels.md", "docs/sizing.md")
 SNIPPETS = [
     pytest.param(code, id=f"{page}-{number}")
     for page in PAGES

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from reference import beam_fp64
 from reference.safetensors_numpy import read_safetensors
-from workbench.kernels import ops
+from workbench.kernels import reference
 from workbench.model.beam import Beam
 from workbench.model.checkpoint import load, save
 
@@ -73,9 +72,9 @@ def test_moe_block_and_router(recorded: Recorded) -> None:
     document, vectors, beam, _ = recorded
     x = torch.tensor(vectors["moe_input"]).float()
     for layer in document["moe_layers"]:
-        mlp = beam.layers[layer].mlp
-        close(mlp(x), vectors[f"moe_output.{layer}"], STATES)
-        ids, weights = mlp.router(x)
+        mlp, kernels = beam.layers[layer].mlp, beam.kernels().layers[layer]
+        close(mlp(x, kernels), vectors[f"moe_output.{layer}"], STATES)
+        ids, weights = mlp.router(x, kernels)
         table = torch.zeros(2, len(x), beam.config.num_experts)
         table[0].scatter_(1, ids, weights)
         engine_ids = torch.tensor(vectors[f"moe_ids.{layer}"])
@@ -90,14 +89,26 @@ def test_qk_norm_with_ssmax_or_rope_at_far_positions(recorded: Recorded, kind: s
     probe = document["position_probes"][kind]
     attention = beam.layers[probe["layer"]].attention
     positions = torch.tensor(probe["positions"])
-    cos, sin = ops.rope_angles(positions, beam.config.head_dim, beam.config.rope_theta)
-    context = SimpleNamespace(cos=cos, sin=sin, ssmax=ops.ssmax_scale(positions))
+    config = beam.config
+    rope = reference.rope_table(int(positions.max()) + 1, config.head_dim, config.rope_theta, "cpu")
     q, k = (
         torch.tensor(vectors[f"{kind}.{side}_input"]).float().unflatten(1, (-1, attention.head_dim))
         for side in ("q", "k")
     )
-    normed = attention.normed(torch.cat((q, k), 1), context)
-    found = dict(zip("qk", normed.split((q.shape[1], k.shape[1]), 1), strict=True))
+    packed = torch.cat((q, k, torch.zeros(len(q), k.shape[1] + q.shape[1], q.shape[2])), 1)
+    found = {"k": torch.empty_like(k)}
+    found["q"] = reference.qkv_write(
+        packed.flatten(1),
+        attention.qk_norm,
+        positions,
+        rope,
+        found["k"],
+        torch.empty_like(k),
+        None,
+        heads=q.shape[1],
+        full=kind == "full_attention",
+        eps=beam.config.rms_norm_eps,
+    )
     # A float32 angle is off by position * 2^-24 radians, on either side.
     atol = 2e-5 if kind == "full_attention" else 5e-4
     for side in ("q", "k"):

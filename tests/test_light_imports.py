@@ -11,6 +11,7 @@ LIGHT = (
     "workbench",
     "workbench.cli",
     "workbench.datasheet",
+    "workbench.kernels.results",
     "workbench.kernels.roofline",
     "workbench.model.plan",
     "workbench.model.references",

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from workbench import kernels as kernels
     from workbench import views as views
     from workbench.errors import WorkbenchError as WorkbenchError
     from workbench.hardware import machine as machine
@@ -26,21 +27,25 @@ if TYPE_CHECKING:
     from workbench.model.presets import resolve as resolve
     from workbench.model.sampling import Sampling as Sampling
     from workbench.model.sizing import size_kv as size_kv
+    from workbench.model.swap import compare as compare_kernels  # noqa: F401 - renamed on purpose
     from workbench.model.tokenizer import Tokenizer as Tokenizer
     from workbench.model.weights import size_weights as size_weights
     from workbench.serving.reconcile import reconcile as reconcile
 
 __version__ = "0.1.0"
 
-# Public name -> the module that defines it. The imports above are for type checkers only.
+# Public name -> the module that defines it (":" and its name there, where that is another). The
+# imports above are for type checkers only.
 _PUBLIC = {
     "BeamConfig": "workbench.model.config",
     "Sampling": "workbench.model.sampling",
     "Tokenizer": "workbench.model.tokenizer",
     "WorkbenchError": "workbench.errors",
     "capture": "workbench.model.inspect",
+    "compare_kernels": "workbench.model.swap:compare",
     "generate": "workbench.model.generate",
     "info": "workbench.model.info",
+    "kernels": "workbench.kernels",
     "intervene": "workbench.model.inspect",
     "load": "workbench.model.checkpoint",
     "logit_lens": "workbench.model.inspect",
@@ -59,8 +64,9 @@ _PUBLIC = {
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
-    module = import_module(_PUBLIC[name])
-    value = module if name == "views" else getattr(module, name)
+    home, _, there = _PUBLIC[name].partition(":")
+    module = import_module(home)
+    value = module if home == f"workbench.{name}" else getattr(module, there or name)
     globals()[name] = value
     return value
 

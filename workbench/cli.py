@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from workbench import cli_sizing
+from workbench import cli_kernels, cli_sizing
 from workbench.cli_options import Json, Model, answer
 from workbench.errors import WorkbenchError
 
@@ -129,6 +129,7 @@ app = typer.Typer(
 )
 train_app = typer.Typer(help="Train a model.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(train_app, name="train")
+app.add_typer(cli_kernels.kernels_app, name="kernels")
 app.command()(cli_sizing.kv)
 app.command()(cli_sizing.plan)
 

@@ -31,3 +31,7 @@ class InspectionError(WorkbenchError):
 
 class TrainingError(WorkbenchError):
     """A training configuration, corpus or saved state that training cannot go on with."""
+
+
+class KernelError(WorkbenchError):
+    """An operation, a variant of it or a selection of variants that cannot be used here."""

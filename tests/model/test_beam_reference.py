@@ -12,7 +12,7 @@ import torch
 
 from reference import beam_fp64 as ref
 from reference.safetensors_numpy import bfloat16_bits, from_bfloat16_bits
-from workbench.kernels import ops
+from workbench.kernels import reference
 from workbench.model.beam import Beam
 from workbench.model.checkpoint import load
 from workbench.model.config import BeamConfig
@@ -31,7 +31,9 @@ def error(found: torch.Tensor, expected: Array) -> float:
 
 
 def context(beam: Beam, tokens: int) -> SequenceContext:
-    return SequenceContext(beam.config, 1, tokens)
+    made = SequenceContext(beam.config, 1, tokens)
+    made.kernels = beam.kernels().layers
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def test_these_tests_would_notice(features: Small, change: dict[str, Any]) -> No
     layer = 1  # sparse; the norm behind the block hides its scale from the logits
     inputs = torch.randn(20, 48, generator=torch.Generator().manual_seed(0))
     block = error(
-        altered.layers[layer].mlp(inputs),
+        altered.layers[layer].mlp(inputs, altered.kernels().layers[layer]),
         ref.moe_block(features.config, features.weights, layer, inputs.double().numpy()),
     )
     assert max(whole, block) > 10 * FP32
@@ -118,7 +120,7 @@ def test_mlp_blocks(each_small: Small, x: Callable[[Small], Array]) -> None:
     """The block's own output: the norm that follows cancels the routed scale in the logits."""
     beam, inputs = load(each_small.folder), x(each_small)
     for number, layer in enumerate(beam.layers):
-        found = layer.mlp(torch.tensor(inputs).float())
+        found = layer.mlp(torch.tensor(inputs).float(), beam.kernels().layers[number])
         if beam.config.is_sparse(number):
             expected = ref.moe_block(each_small.config, each_small.weights, number, inputs)
         else:
@@ -148,7 +150,9 @@ def test_moe_inside_the_forward_pass(each_small: Small) -> None:
 def test_router(each_small: Small, x: Callable[[Small], Array]) -> None:
     beam, inputs = load(each_small.folder), x(each_small)
     for number in beam.config.sparse_layers:
-        ids, weights = beam.layers[number].mlp.router(torch.tensor(inputs).float())
+        ids, weights = beam.layers[number].mlp.router(
+            torch.tensor(inputs).float(), beam.kernels().layers[number]
+        )
         expected_ids, expected = ref.route(each_small.config, each_small.weights, number, inputs)
         assert weights.dtype == torch.float32
         assert np.array_equal(ids.numpy(), expected_ids)  # both by descending biased score
@@ -161,14 +165,20 @@ def test_dense_and_grouped_experts_agree(
     small: Callable[[str], Small], name: str, tokens: int
 ) -> None:
     it = small(name)
-    layer = load(it.folder).layers[2].mlp
+    beam = load(it.folder)
+    layer, kernels = beam.layers[2].mlp, beam.kernels().layers[2]
     inputs = torch.randn(tokens, 48, generator=torch.Generator().manual_seed(tokens))
-    ids, weights = layer.router(inputs)
+    ids, weights = layer.router(inputs, kernels)
     arguments = (inputs, layer.gate_up, layer.down, ids, weights)
-    dense, grouped = ops.expert_mlp_dense(*arguments), ops.expert_mlp_grouped(*arguments)
+    dense, grouped = (
+        reference.expert_mlp_dense(*arguments),
+        reference.expert_mlp_grouped(*arguments),
+    )
     expected = ref.moe_block(it.config, it.weights, 2, inputs.double().numpy()) / 2.5
-    for found in (dense, grouped, ops.expert_mlp(*arguments)):
+    for found in (dense, grouped, reference.expert_mlp(*arguments, 1.0)):
         assert error(found, expected) < 1e-5
+    scaled = reference.expert_mlp(*arguments, 2.5)
+    assert error(scaled, expected * 2.5) < 1e-5
 
 
 # -- BF16 ---------------------------------------------------------------------------------------
@@ -291,25 +301,26 @@ def test_each_operation_rounds_where_beam_rounds() -> None:
     a, a64 = bf16(50, 64, seed=2)
     w, w64 = bf16(64, seed=3)
     u, u64 = bf16(64, seed=4)
-    agree(ops.rms_norm(h, w, eps), ref.rms_norm(h64, w64, eps))
+    agree(reference.rms_norm(h, w, eps), ref.rms_norm(h64, w64, eps))
     n = 7
-    stream, x = ops.boundary(h, a, w, ops.depth_scale(n), u, eps)
+    stream, x = reference.boundary(h, a, w, reference.depth_scale(n), u, eps)
     p64 = r(ref.rms_norm(a64, w64, eps))
     s64 = r(r(p64 / math.sqrt(n)) + r(h64 * math.sqrt((n - 1) / n)))
     found = stream.double().numpy()
     assert (found != s64).mean() < 0.01
     agree(x, ref.rms_norm(found, u64, eps))
-    agree(ops.swiglu(torch.cat((h, a), -1)), ref.swiglu(h64, a64))
+    agree(reference.swiglu(torch.cat((h, a), -1)), ref.swiglu(h64, a64))
 
     q, q64 = bf16(50, 3, 8, seed=5)
     gate, gate64 = bf16(50, 3, 8, seed=6)
     bias, bias64 = bf16(3, seed=7)
     gated = r(ref.sigmoid(r(gate64 + bias64[:, None])))
-    agree(ops.output_gate(q, gate, bias), q64 * gated)
+    agree(reference.output_gate(q, gate, bias), q64 * gated)
     positions = torch.arange(50)
     turned = np.array([[ref.rotate(head, t, 10000.0) for head in row] for t, row in enumerate(q64)])
-    agree(ops.apply_rope(q, *ops.rope_angles(positions, 8, 10000.0)), turned)
-    factors = ops.ssmax_scale(torch.tensor([0, 2047, 1048575])).flatten()
+    table = reference.rope_table(50, 8, 10000.0, "cpu")
+    agree(reference.apply_rope(q, positions, table), turned)
+    factors = reference.ssmax_scale(torch.tensor([0, 2047, 1048575])).flatten()
     np.testing.assert_allclose(factors, [(1 + 1 / 2048) ** 0.1, 2**0.1, 513**0.1], rtol=1e-6)
 
 
@@ -317,15 +328,16 @@ def test_each_operation_rounds_where_beam_rounds() -> None:
 def test_rope_is_as_exact_far_from_the_start(theta: float) -> None:
     """A float32 angle is off by up to p * 2^-24 at position p, more than logits can bear."""
     q = torch.randn(4, 1, 64, generator=torch.Generator().manual_seed(10))
-    positions = [0, 300, 2047, 1048575]
-    found = ops.apply_rope(q, *ops.rope_angles(torch.tensor(positions), 64, theta))
+    positions = [0, 300, 2047, 65535]
+    table = reference.rope_table(65536, 64, theta, "cpu")
+    found = reference.apply_rope(q, torch.tensor(positions), table)
     for row, position in enumerate(positions):
         exact = ref.rotate(q[row, 0].double().numpy(), position, theta)
         assert error(found[row, 0], exact) < 1e-6, position
 
 
 def test_qk_norm_rounds_once_before_the_position(features: Small) -> None:
-    """``normed``: per-head norm in float32, rounded; then RoPE or SSMax, rounded again."""
+    """``qkv_write``: per-head norm in float32, rounded; then RoPE or SSMax, rounded again."""
     beam = load(features.folder, dtype=torch.bfloat16)
     qk, qk64 = bf16(20, 6, 16, seed=8)  # 4 query and 2 KV heads
     for number in (0, 1):  # sliding, full
@@ -337,8 +349,21 @@ def test_qk_norm_rounds_once_before_the_position(features: Small) -> None:
                 normed[t] = [ref.rotate(head, t, 10000.0) for head in normed[t]]
             else:
                 normed[t, :4] *= ref.ssmax_factor(t)
-        found = beam.layers[number].attention.normed(qk, context(beam, 20))
-        found64 = found.double().numpy()
+        rest = torch.zeros(20, (2 + 4) * 16, dtype=torch.bfloat16)  # v and gate
+        k, v = torch.empty(2, 20, 2, 16, dtype=torch.bfloat16)
+        q = reference.qkv_write(
+            torch.cat((qk.flatten(1), rest), 1),
+            beam.layers[number].attention.qk_norm,
+            torch.arange(20),
+            reference.rope_table(20, 16, 10000.0, "cpu"),
+            k,
+            v,
+            None,
+            heads=4,
+            full=number == 1,
+            eps=1e-6,
+        )
+        found64 = torch.cat((q, k), 1).double().numpy()
         # An edge case of the first rounding moves both elements of a RoPE pair by a step.
         assert (found64 != rounded(normed)).mean() < 0.01
         np.testing.assert_allclose(found64, normed, rtol=2**-6, atol=2**-7)
@@ -346,9 +371,10 @@ def test_qk_norm_rounds_once_before_the_position(features: Small) -> None:
 
 def test_router_is_float32_in_a_bf16_model(features: Small) -> None:
     """Router weights keep the bits that BF16 would drop, and so do its logits."""
-    layer = load(features.folder, dtype=torch.bfloat16).layers[1].mlp
+    beam = load(features.folder, dtype=torch.bfloat16)
+    layer, kernels = beam.layers[1].mlp, beam.kernels().layers[1]
     inputs, inputs64 = bf16(200, 48, seed=9)
-    ids, weights = layer.router(inputs)
+    ids, weights = layer.router(inputs, kernels)
     expected_ids, expected = ref.route(features.config, features.weights, 1, inputs64)
     assert np.array_equal(ids.numpy(), expected_ids)
     assert error(weights, expected) < 1e-6
@@ -358,13 +384,12 @@ def test_router_is_float32_in_a_bf16_model(features: Small) -> None:
     assert not np.array_equal(ref.route(features.config, coarse, 1, inputs64)[0], expected_ids)
 
 
-def test_softcap_is_float32_and_optional() -> None:
+def test_softcap_is_float32() -> None:
     logits = torch.tensor([-1e4, -3.0, 0.0, 3.0, 1e4]).bfloat16()
-    capped = ops.softcap(logits, 5.0)
+    capped = reference.softcap(logits, 5.0)
     assert capped.dtype == torch.float32
     expected = 5 * np.tanh(np.array([-1e4, -3, 0, 3, 1e4]) / 5)
     np.testing.assert_allclose(capped, expected, rtol=1e-6)
-    assert ops.softcap(logits, None).tolist() == logits.float().tolist()
 
 
 def test_a_bare_model_has_the_default_dtype_and_float32_routers() -> None:

@@ -108,9 +108,9 @@ def test_moe_block_alone(beam: Beam, reference: dict[str, Any]) -> None:
         x = x.astype(np.float32).astype(np.float64)
         expected = beam_fp64.moe_block(reference["config"], reference["weights"], layer, x)
         assert expected.std() > 0.01
-        mlp = beam.layers[layer].mlp
-        assert error(mlp(torch.tensor(x).float()), expected) < FP32
-        assert error(mlp(torch.tensor(x[:8]).float()), expected[:8]) < FP32
+        mlp, kernels = beam.layers[layer].mlp, beam.kernels().layers[layer]
+        assert error(mlp(torch.tensor(x).float(), kernels), expected) < FP32
+        assert error(mlp(torch.tensor(x[:8]).float(), kernels), expected[:8]) < FP32
 
 
 @pytest.mark.parametrize("chunks", [[320], [100, 100, 120], [290, *[1] * 30], [17] * 15 + [13] * 5])
@@ -172,11 +172,16 @@ def test_tensor_parallel_ranks(ids: Tensor, reference: dict[str, Any], world: in
     for layer in (0, 2, 8):
         config, weights = reference["config"], reference["weights"]
         attention, _ = beam_fp64.attention_block(config, weights, layer, x.double().numpy())
-        parts = [b.layers[layer].attention(x, SequenceContext(b.config, 1, 40)) for b in beams]
+        parts = []
+        for beam in beams:
+            context = SequenceContext(beam.config, 1, 40)
+            context.kernels = beam.kernels().layers
+            parts.append(beam.layers[layer].attention(x, context))
         assert error(sum(parts), attention) < FP32
         if layer:
             moe = beam_fp64.moe_block(config, weights, layer, x.double().numpy())
-            assert error(sum(b.layers[layer].mlp(x) for b in beams), moe) < FP32
+            parts = [b.layers[layer].mlp(x, b.kernels().layers[layer]) for b in beams]
+            assert error(sum(parts), moe) < FP32
     for rank, beam in enumerate(beams):
         beam.connect(Rank(rank))
     with ThreadPoolExecutor(world) as pool:

@@ -15,6 +15,7 @@ from workbench.model.beam import Beam
 from workbench.model.cache import KVCache
 from workbench.model.checkpoint import load
 from workbench.model.config import BeamConfig
+from workbench.model.context import SequenceContext
 from workbench.model.parallel import Shard
 
 from .conftest import CONFIGS, Small
@@ -187,18 +188,12 @@ def test_contents_are_what_can_still_be_seen(features: Small) -> None:
     beam = load(features.folder)
     keys: dict[int, tuple[Tensor, Tensor]] = {}
 
-    class Spy:
-        def __init__(self, inner: object) -> None:
-            self.inner = inner
-            self.cos, self.sin, self.ssmax = inner.cos, inner.sin, inner.ssmax  # type: ignore[attr-defined]
+    class Spy(SequenceContext):
+        def attend(self, layer: int, q: Tensor) -> Tensor:
+            keys[layer] = (self.k, self.v)
+            return super().attend(layer, q)
 
-        def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys[layer] = (k, v)
-            return self.inner.attend(layer, q, k, v)  # type: ignore[attr-defined]
-
-    from workbench.model.context import SequenceContext
-
-    beam(features.ids, Spy(SequenceContext(beam.config, 1, len(features.ids))))
+    beam(features.ids, Spy(beam.config, 1, len(features.ids)))
     cache = beam.new_cache(2)
     for part in features.ids.split(20):
         run(beam, cache, part, slot=1)

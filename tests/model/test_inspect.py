@@ -178,7 +178,7 @@ def test_an_interrupted_capture_leaves_no_hook(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(SequenceContext, "core", stop)
+        patch.setattr(SequenceContext, "attend", stop)
         with pytest.raises(error):
             capture(beam, features.tokens, attention=True)
     assert installed[0] > 0

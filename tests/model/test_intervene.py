@@ -14,7 +14,7 @@ from torch import Tensor
 import workbench
 from reference import beam_fp64 as ref
 from workbench.errors import InspectionError
-from workbench.kernels import ops
+from workbench.kernels import reference, registry
 from workbench.model import capture as capture_module
 from workbench.model import inspect as inspect_module
 from workbench.model import intervene as intervene_module
@@ -516,19 +516,25 @@ def test_a_generated_position_can_be_patched(beam: Beam) -> None:
 
 
 def test_kernels_that_update_the_stream_in_place_are_borne(
-    models: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+    models: Callable[..., Model],
 ) -> None:
     """A fused add-and-norm writes the new stream over the old one."""
     beam, config, weights = models()
-    boundary = ops.boundary
+    boundary = reference.boundary
 
+    @registry.register("boundary", "fused_in_place")
     def fused(h: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         new, x = boundary(h, *rest)
         return h.copy_(new), x
 
     row = torch.ones(WIDTH)
     expected = ref.forward(config, weights, A)["hidden"]
-    monkeypatch.setattr(ops, "boundary", fused)
+    with registry.use(boundary="fused_in_place"):
+        _in_place(beam, expected, row, config, weights)
+    registry.unregister("boundary", "fused_in_place")
+
+
+def _in_place(beam: Any, expected: Any, row: torch.Tensor, config: Any, weights: Any) -> None:
     seen = capture(beam, A)
     for place, stream in enumerate(expected):
         assert_close(seen.stream(place), stream)

@@ -113,14 +113,17 @@ def test_partial_sums_of_each_block_add_up(
     x = torch.randn(30, it.config["hidden_size"], generator=torch.Generator().manual_seed(world))
     beams = ranks(it, world)
     for number in range(it.config["num_hidden_layers"]):
-        parts = [
-            beam.layers[number].attention(x, SequenceContext(beam.config, 1, 30)) for beam in beams
-        ]
+        parts = []
+        for beam in beams:
+            context = SequenceContext(beam.config, 1, 30)
+            context.kernels = beam.kernels().layers
+            parts.append(beam.layers[number].attention(x, context))
         expected, _ = beam_fp64.attention_block(it.config, it.weights, number, x.double().numpy())
         assert (sum(parts).double() - torch.tensor(expected)).abs().max() < 1e-5
         assert (parts[0].double() - torch.tensor(expected)).abs().max() > 0.01  # truly partial
-        mlps = [beam.layers[number].mlp(x) for beam in beams]
-        whole = load(it.folder).layers[number].mlp(x)
+        mlps = [beam.layers[number].mlp(x, beam.kernels().layers[number]) for beam in beams]
+        alone = load(it.folder)
+        whole = alone.layers[number].mlp(x, alone.kernels().layers[number])
         assert (sum(mlps) - whole).abs().max() < 1e-5
         assert (mlps[0] - whole).abs().max() > 0.01
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from workbench.kernels import ops
+from workbench.kernels import reference
 from workbench.model import beam, cache, checkpoint, config, context, tokenizer
 from workbench.model.config import BeamConfig
 from workbench.model.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ from workbench.training.settings import TrainingSettings
 
 VOCABULARY = 400
 TEXTS: list[ModuleType] = [
-    beam, cache, checkpoint, config, context, tokenizer, ops,
+    beam, cache, checkpoint, config, context, tokenizer, reference,
     bpe, corpus, evaluate, optimizer, sources, state,
 ]  # fmt: skip
 

@@ -6,11 +6,22 @@ Forward only: FlexAttention has no backward on a CPU.
 import pytest
 import torch
 
+from workbench.kernels import registry
+from workbench.kernels.layers import LayerKinds
+from workbench.kernels.requirements import Where
 from workbench.model.config import BeamConfig
 from workbench.model.context import SequenceContext
 from workbench.training.context import TrainingContext, window_blocks
 
 SLIDING, FULL = 0, 2  # layers of the small configuration
+
+
+def attend(context: SequenceContext, layer: int, heads: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """What a layer's attention gives for q, and k and v already where they belong."""
+    q, context.k, context.v = heads
+    where = Where.of("cpu", torch.float32)
+    context.kernels = registry.resolve(LayerKinds.of(context.config), where).layers
+    return context.attend(layer, q)
 
 
 def heads(batch: int, length: int, config: BeamConfig) -> tuple[torch.Tensor, ...]:
@@ -23,12 +34,12 @@ def heads(batch: int, length: int, config: BeamConfig) -> tuple[torch.Tensor, ..
 
 @pytest.mark.parametrize("layer", [SLIDING, FULL])
 def test_on_a_cpu_it_is_the_sequence_context(small_config: BeamConfig, layer: int) -> None:
-    q, k, v = heads(3, 40, small_config)
+    qkv = heads(3, 40, small_config)
     training = TrainingContext(small_config, 3, 40, "cpu")
     plain = SequenceContext(small_config, 3, 40, "cpu")
     assert training.window_blocks is None
-    assert torch.equal(training.attend(layer, q, k, v), plain.attend(layer, q, k, v))
-    for name in ("cos", "sin", "ssmax"):
+    assert torch.equal(attend(training, layer, qkv), attend(plain, layer, qkv))
+    for name in ("positions", "rope"):
         assert torch.equal(getattr(training, name), getattr(plain, name))
 
 
@@ -39,15 +50,15 @@ def test_the_window_as_flex_attention_sees_it(
 ) -> None:
     """The branch that CUDA takes, on a CPU, against the mask of the plain context."""
     config = small_config.replace(sliding_window=window, max_position_embeddings=300)
-    q, k, v = heads(2, length, config)
+    qkv = heads(2, length, config)
     training = TrainingContext(config, 2, length, "cpu")
     training.window_blocks = window_blocks(window, length, "cpu")
     plain = SequenceContext(config, 2, length, "cpu")
     torch.testing.assert_close(
-        training.attend(SLIDING, q, k, v), plain.attend(SLIDING, q, k, v), rtol=0, atol=1e-5
+        attend(training, SLIDING, qkv), attend(plain, SLIDING, qkv), rtol=0, atol=1e-5
     )
     # Full layers do not go through the window.
-    assert torch.equal(training.attend(FULL, q, k, v), plain.attend(FULL, q, k, v))
+    assert torch.equal(attend(training, FULL, qkv), attend(plain, FULL, qkv))
 
 
 def test_blocks_outside_the_window_are_skipped() -> None:

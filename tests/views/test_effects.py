@@ -8,7 +8,7 @@ import torch
 
 import workbench
 from workbench.errors import InspectionError, PromptError
-from workbench.kernels import ops
+from workbench.kernels import reference
 from workbench.model import effects
 from workbench.model.beam import Beam
 from workbench.model.inspect import Capture
@@ -18,7 +18,7 @@ PROMPT = "def f(x):\n    return x + 1\n"
 
 def test_ssmax_scale_is_the_models() -> None:
     positions = [0, 1, 511, 2047, 1_048_575]
-    models = ops.ssmax_scale(torch.tensor(positions)).flatten().tolist()
+    models = reference.ssmax_scale(torch.tensor(positions)).flatten().tolist()
     assert [effects.ssmax_scale(p) for p in positions] == pytest.approx(models, rel=1e-6)
 
 
@@ -26,13 +26,12 @@ def test_after_one_wavelength_a_pair_stands_where_it_was() -> None:
     config = workbench.resolve("beam-501b").config
     waves = effects.rope_wavelengths(config)
     assert len(waves) == 64
-    for pair in (0, 20, 40):  # short enough for float32 angles
-        cos, _ = ops.rope_angles(torch.tensor([waves[pair]]), config.head_dim, config.rope_theta)
-        half, _ = ops.rope_angles(
-            torch.tensor([waves[pair] / 2]), config.head_dim, config.rope_theta
-        )
-        assert float(cos[0, 0, pair]) == pytest.approx(1, abs=1e-5)
-        assert float(half[0, 0, pair]) == pytest.approx(-1, abs=1e-5)
+    table = reference.rope_table(4096, config.head_dim, config.rope_theta, "cpu")
+    for pair in (5, 20, 40):  # rows are whole positions: off by up to half of one
+        step = 2 * math.pi / waves[pair]  # radians a position
+        whole, half = round(waves[pair]), round(waves[pair] / 2)
+        assert float(table[whole, pair]) == pytest.approx(1, abs=step**2 / 8 + 1e-6)
+        assert float(table[half, pair]) == pytest.approx(-1, abs=step**2 / 8 + 1e-6)
 
 
 def test_what_survives_is_what_a_chain_of_adds_leaves() -> None:
@@ -44,7 +43,7 @@ def test_what_survives_is_what_a_chain_of_adds_leaves() -> None:
     for tracked in (2, 3, 50, 105):
         stream = 0.0  # the part of the tracked sublayer's output, 1, that the stream holds
         for number in range(2, 106):
-            new, old = ops.depth_scale(number)
+            new, old = reference.depth_scale(number)
             stream = stream * old + (new if number == tracked else 0.0)
         assert adds[tracked - 2].survives == pytest.approx(stream, rel=1e-12)
         assert adds[tracked - 2].survives == pytest.approx(1 / math.sqrt(105), rel=1e-12)

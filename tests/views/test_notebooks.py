@@ -17,7 +17,11 @@ NOT_COMPARED = (
     "views.live(",
     "views.explore(",
     "views.size_memory(",
+    "views.switchboard(",
+    "views.swap_comparison(",  # has times
+    "views.kernel_variants(",  # what runs depends on compilers and GPUs
 )
+KERNEL = "from workbench.kernels import register"  # a cell that is handed to a process of its own
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -53,7 +57,10 @@ def test_a_notebook_reads_well(path: Path) -> None:
 def test_code_cells_are_short_and_the_first_imports(path: Path) -> None:
     first, *others = (ast.parse(source).body for source, _ in code_cells(path))
     assert all(isinstance(node, ast.Import | ast.ImportFrom) for node in first)
-    for body in others:
+    kernels = [KERNEL in source for source, _ in code_cells(path)[1:]]
+    for body, whole in zip(others, kernels, strict=True):
+        if whole:
+            continue
         assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in body)
         for node in ast.walk(ast.Module(body=body, type_ignores=[])):
             if isinstance(node, ast.FunctionDef | ast.Lambda | ast.ClassDef):

@@ -8,8 +8,9 @@
 
 The model computes on flat tokens: N tokens of any number of sequences, ``[N, H]``. Which sequence
 and position a token has, and what it attends to, is the context's business (``context.py``); the
-arithmetic of each operation, with its roundings, is in ``workbench.kernels.ops``. Weights that are
-read together are stored together: one packed Q+K+V+gate projection, experts as two stacks.
+arithmetic of each operation, with its roundings, is in ``workbench.kernels.reference``, and which
+variant of it runs is the registry's (``kernels.use``). Weights that are read together are stored
+together: one packed Q+K+V+gate projection, experts as two stacks.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.errors import ConfigError, PromptError
-from workbench.kernels import ops
+from workbench.kernels import registry
+from workbench.kernels.layers import LayerKinds
 from workbench.kernels.packed import pack
+from workbench.kernels.reference import depth_scale, linear
+from workbench.kernels.registry import Kernels, Resolution
+from workbench.kernels.requirements import Where
+from workbench.kernels.shapes import Shapes
 from workbench.model.cache import KVCache
 from workbench.model.config import BeamConfig
 from workbench.model.context import CachedContext, Context, SequenceContext
@@ -56,36 +62,29 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = config.num_attention_heads // shard.world, kv.stop - kv.start
         self.head_dim = config.head_dim
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.widths = (q + k, k, q)  # q and k together, v, gate
-        self.qkvg = _weight(sum(self.widths), config.hidden_size)
+        self.gate_at = q + 2 * k  # the packed columns are q, k, v, gate
+        self.qkvg = _weight(self.gate_at + q, config.hidden_size)
         self.qk_norm = _weight(2, self.head_dim)  # rows: q_norm, k_norm
         self.gate_bias = _weight(self.heads)
         self.o_proj = _weight(config.hidden_size, q)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[N, H] -> [N, H]`` (a partial sum when sharded)."""
-        qk, v, gate = (
-            t.unflatten(-1, (-1, self.head_dim))
-            for t in ops.linear(x, self.qkvg).split(self.widths, -1)
-        )  # [N, A + G, D], [N, G, D], [N, A, D]
-        q, k = self.normed(qk, context).split((self.heads, self.kv_heads), 1)
-        o = ops.output_gate(context.attend(self.layer, q, k, v), gate, self.gate_bias)
-        return ops.linear(o.flatten(1), self.o_proj)
-
-    def normed(self, qk: Tensor, context: Context) -> Tensor:
-        """QK norm, then RoPE on both (sliding) or SSMax on q (full): ``[N, A + G, D]``."""
-        weight = torch.cat(
-            (
-                self.qk_norm[:1].expand(self.heads, -1),
-                self.qk_norm[1:].expand(self.kv_heads, -1),
-            )
+        kernels = context.kernels[self.layer]
+        packed = kernels.qkvg(x, self.qkvg)
+        q = kernels.qkv_write(
+            packed,
+            self.qk_norm,
+            context.positions,
+            context.rope,
+            *context.destination(self.layer, packed, self.kv_heads),
+            heads=self.heads,
+            full=self.full,
+            eps=self.eps,
         )
-        y = F.rms_norm(qk.float(), (self.head_dim,), None, self.eps)
-        qk = (y * weight).to(qk.dtype)
-        if not self.full:
-            return ops.apply_rope(qk, context.cos, context.sin)
-        q, k = qk.split((self.heads, self.kv_heads), 1)
-        return torch.cat(((q * context.ssmax).to(q.dtype), k), 1)
+        gate = packed[:, self.gate_at :].unflatten(-1, (-1, self.head_dim))
+        o = kernels.output_gate(context.attend(self.layer, q), gate, self.gate_bias)
+        return linear(o.flatten(1), self.o_proj)
 
 
 class DenseMLP(nn.Module):
@@ -97,9 +96,9 @@ class DenseMLP(nn.Module):
         self.gate_up = _weight(2 * width, config.hidden_size)
         self.down = _weight(config.hidden_size, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
         """``[N, H] -> [N, H]`` (a partial sum when sharded)."""
-        return ops.linear(ops.swiglu(ops.linear(x, self.gate_up)), self.down)
+        return kernels.dense_mlp(x, self.gate_up, self.down)
 
 
 class Router(nn.Module):
@@ -111,16 +110,17 @@ class Router(nn.Module):
         self.weight = _weight(config.num_experts, config.hidden_size, dtype=torch.float32)
         self.correction_bias = _weight(config.num_experts, dtype=torch.float32)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """``[N, H]`` -> (expert ids int64 ``[N, K]``, weights float32 ``[N, K]``)."""
         c = self.config
-        return ops.route(
-            ops.router_scores(x, self.weight),
+        return kernels.router(
+            x,
+            self.weight,
             self.correction_bias,
-            c.num_experts_per_tok,
-            c.n_group,
-            c.topk_group,
-            c.norm_topk_prob,
+            top_k=c.num_experts_per_tok,
+            n_group=c.n_group,
+            topk_group=c.topk_group,
+            renormalise=c.norm_topk_prob,
         )
 
 
@@ -134,12 +134,11 @@ class SparseMLP(nn.Module):
         self.router = Router(config)
         self.gate_up = _weight(experts, 2 * width, config.hidden_size)
         self.down = _weight(experts, width, config.hidden_size)
-        self.expert_mlp = ops.expert_mlp
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
         """``[N, H] -> [N, H]`` (a partial sum when sharded)."""
-        ids, weights = self.router(x)
-        return self.expert_mlp(x, self.gate_up, self.down, ids, weights) * self.scale
+        ids, weights = self.router(x, kernels)
+        return kernels.expert_mlp(x, self.gate_up, self.down, ids, weights, self.scale)
 
 
 class Layer(nn.Module):
@@ -147,8 +146,8 @@ class Layer(nn.Module):
 
     def __init__(self, config: BeamConfig, layer: int, shard: Shard) -> None:
         super().__init__()
-        self.eps = config.rms_norm_eps
-        self.scales = (ops.depth_scale(2 * layer + 2), ops.depth_scale(2 * layer + 3))
+        self.layer, self.eps = layer, config.rms_norm_eps
+        self.scales = (depth_scale(2 * layer + 2), depth_scale(2 * layer + 3))
         self.attention = Attention(config, layer, shard)
         self.mlp = SparseMLP(config, shard) if config.is_sparse(layer) else DenseMLP(config, shard)
         self.input_norm = _weight(config.hidden_size)
@@ -161,12 +160,13 @@ class Layer(nn.Module):
         self, h: Tensor, x: Tensor, next_norm: Tensor, context: Context
     ) -> tuple[Tensor, Tensor]:
         """``h`` residual stream and ``x = rms_norm(h, input_norm)``, both ``[N, H]``."""
+        kernels = context.kernels[self.layer]
         a = self._whole(self.attention(x, context))
-        h, x = ops.boundary(
+        h, x = kernels.boundary(
             h, a, self.post_attention_norm, self.scales[0], self.pre_mlp_norm, self.eps
         )
-        m = self._whole(self.mlp(x))
-        return ops.boundary(h, m, self.post_mlp_norm, self.scales[1], next_norm, self.eps)
+        m = self._whole(self.mlp(x, kernels))
+        return kernels.boundary(h, m, self.post_mlp_norm, self.scales[1], next_norm, self.eps)
 
     def _whole(self, partial: Tensor) -> Tensor:
         return partial if self.communicator is None else self.communicator.all_reduce(partial)
@@ -193,6 +193,9 @@ class Beam(nn.Module):
         self.norm = _weight(config.hidden_size)
         self.lm_head = _weight(rows, config.hidden_size)
         self.communicator: Communicator | None = None
+        self.kinds, self.shapes = LayerKinds.of(config), Shapes.of(config, self.shard.world)
+        self.pinned: Resolution | None = None  # kernels that no selection changes (training)
+        self._resolved: tuple[object, Resolution] | None = None
         self.name = "beam"
         self.tokenizer: Tokenizer | None = None
 
@@ -230,6 +233,20 @@ class Beam(nn.Module):
             assert isinstance(layer, Layer)  # for the type checker: ModuleList forgets
             layer.communicator = communicator
 
+    def kernels(self) -> Resolution:
+        """The kernels that this model runs under the selection in force (``kernels.use``).
+
+        Raises:
+            KernelError: a selected variant cannot run on this model here.
+        """
+        if self.pinned is not None:
+            return self.pinned
+        key = (registry.state(), self.norm.device, self.norm.dtype)
+        if self._resolved is None or self._resolved[0] != key:
+            where = Where.of(self.device, self.dtype, self.shapes)
+            self._resolved = (key, registry.resolve(self.kinds, where))
+        return self._resolved[1]
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids ``[N]`` -> stream ``[N, H]``."""
         if self.shard.world == 1:
@@ -250,9 +267,11 @@ class Beam(nn.Module):
                 f"this is rank {self.shard.rank} of {self.shard.world} alone, whose sums are "
                 "partial; connect(communicator) it to the others, or load the whole model"
             )
+        kernels = self.kernels()
+        context.kernels = kernels.layers
         h = self.embed(token_ids)
         layers = [layer for layer in self.layers if isinstance(layer, Layer)]
-        x = ops.rms_norm(h, layers[0].input_norm, self.config.rms_norm_eps)
+        x = kernels.model.rms_norm(h, layers[0].input_norm, self.config.rms_norm_eps)
         norms = [*(layer.input_norm for layer in layers[1:]), self.norm]
         for layer, next_norm in zip(layers, norms, strict=True):
             h, x = layer(h, x, next_norm, context)
@@ -260,7 +279,8 @@ class Beam(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states ``[N, H]`` -> softcapped logits, float32 ``[N, V]``."""
-        logits = ops.softcap(ops.linear(hidden, self.lm_head), self.config.final_logit_softcapping)
+        logits, cap = linear(hidden, self.lm_head), self.config.final_logit_softcapping
+        logits = logits.float() if cap is None else self.kernels().model.softcap(logits, cap)
         return logits if self.communicator is None else self.communicator.all_gather(logits)
 
     def new_cache(self, slots: int = 1, rollback: int = 16) -> KVCache:

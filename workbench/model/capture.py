@@ -274,14 +274,15 @@ class _AttentionRecorder(SequenceContext):
         super().__init__(config, 1, length, device)
         self.layers, self.maps = frozenset(layers), dict[int, Tensor]()
 
-    def core(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor) -> Tensor:
         """As in :class:`SequenceContext`."""
         if layer in self.layers:
-            visible = self.window_mask
-            if self.config.is_full(layer):
-                visible = torch.ones_like(visible).tril()
-            self.maps[layer] = attention_probabilities(q[0], k[0], visible).cpu()
-        return super().core(layer, q, k, v)
+            spans = self.spans_full if self.config.is_full(layer) else self.spans_window
+            visible = spans.mask(self.length, self.length, q.device)
+            k = self.k.repeat_interleave(q.shape[1] // self.k.shape[1], 1)
+            heads = attention_probabilities(q.transpose(0, 1), k.transpose(0, 1), visible)
+            self.maps[layer] = heads.cpu()
+        return super().attend(layer, q)
 
 
 def _float(x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def rope_wavelengths(config: BeamConfig) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidualAdd:
-    """One depth-scaled add of the residual stream, counted as in ``ops.depth_scale``.
+    """One depth-scaled add of the residual stream, counted as in ``reference.depth_scale``.
 
     ``new`` and ``stream`` are the factors on the sublayer's normed output and on the old stream.
     ``survives`` is the factor with which that output is still in the stream after the last layer,

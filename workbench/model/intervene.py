@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from workbench.errors import InspectionError
-from workbench.kernels import ops
+from workbench.kernels import reference
 from workbench.model.beam import Beam, Layer, Router, SparseMLP
 from workbench.model.config import BeamConfig
 from workbench.model.context import SequenceContext
@@ -214,7 +214,7 @@ class _StreamChange:
         h, x = output
         if self.passing is not None:
             h, self.passing = self.passing, None
-            x = ops.rms_norm(h, args[2], self.eps)
+            x = reference.rms_norm(h, args[2], self.eps)
         return self._patched(h, x, args[2])
 
     def before(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -229,7 +229,7 @@ class _StreamChange:
                 # Copies: the tensors may be a cache's, a caller's or another hook's.
                 new = patch.new_rows(h[rows], offsets)
                 h = h.index_copy(0, rows, new)
-                x = x.index_copy(0, rows, ops.rms_norm(new, norm, self.eps))
+                x = x.index_copy(0, rows, reference.rms_norm(new, norm, self.eps))
         return h, x
 
 
@@ -245,11 +245,11 @@ class _RoutingChange:
     def __call__(self, router: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         assert isinstance(router, Router)
         c, (ids, weights) = router.config, output
-        scores = ops.router_scores(args[0], router.weight)
+        scores = reference.router_scores(args[0], router.weight)
         if self.blocked:
             blocked = torch.tensor(sorted(self.blocked), device=scores.device)
             bias = router.correction_bias.index_fill(0, blocked, float("-inf"))
-            ids, weights = ops.route(
+            ids, weights = reference.route(
                 scores, bias, c.num_experts_per_tok, c.n_group, c.topk_group, c.norm_topk_prob
             )
         if self.forced is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import InspectionError
-from workbench.kernels import ops
+from workbench.kernels import reference
 from workbench.model.beam import Beam
 from workbench.model.capture import MAX_BYTES, capture, check_bytes, one_prompt, token_label
 from workbench.model.display import Shown
@@ -102,5 +102,5 @@ def logit_lens(
 
 def _log_probs(beam: Beam, stream: Tensor) -> Tensor:
     """``[T, H]`` on the CPU -> next-token log-probabilities, float32 ``[T, V]`` on the CPU."""
-    x = ops.rms_norm(stream.to(beam.device, beam.dtype), beam.norm, beam.config.rms_norm_eps)
+    x = reference.rms_norm(stream.to(beam.device, beam.dtype), beam.norm, beam.config.rms_norm_eps)
     return beam.logits(x).log_softmax(-1).cpu()

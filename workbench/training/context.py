@@ -36,10 +36,15 @@ class TrainingContext(SequenceContext):
         if torch.device(device).type == "cuda":
             self.window_blocks = window_blocks(config.sliding_window, length, device)
 
-    def core(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of ``[B, A, T, D]`` on itself."""
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """As in :class:`SequenceContext`, through FlexAttention where the window hides blocks."""
         if self.config.is_full(layer) or self.window_blocks is None:
-            return super().core(layer, q, k, v)
+            return super().attend(layer, q)
         from torch.nn.attention.flex_attention import flex_attention
 
-        return flex_attention(q, k, v, block_mask=self.window_blocks)
+        group = q.shape[1] // self.k.shape[1]
+        q, k, v = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, self.k, self.v))
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        o = flex_attention(q, k, v, block_mask=self.window_blocks)
+        assert isinstance(o, Tensor)  # for the type checker: it gives more only when asked
+        return o.transpose(1, 2).flatten(0, 1)

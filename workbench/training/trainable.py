@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from workbench.kernels import ops
+from workbench.kernels import reference, registry
+from workbench.kernels.registry import Kernels
+from workbench.kernels.requirements import Where
 from workbench.model.beam import Beam, SparseMLP
 from workbench.model.config import BeamConfig
 
@@ -22,12 +24,12 @@ class CountingRouter(nn.Module):
         self.correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
         self.register_buffer("load", torch.zeros(config.num_experts), persistent=False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """As :class:`workbench.model.beam.Router`."""
         c = self.config
         with torch.autocast(x.device.type, enabled=False):
-            scores = ops.router_scores(x, self.weight)
-            ids, weights = ops.route(
+            scores = reference.router_scores(x, self.weight)
+            ids, weights = reference.route(
                 scores,
                 self.correction_bias,
                 c.num_experts_per_tok,
@@ -53,7 +55,6 @@ def build(config: BeamConfig, seed: int, device: torch.device) -> Beam:
         for module in beam.modules():
             if isinstance(module, SparseMLP):
                 module.router = CountingRouter(config)  # type: ignore[assignment]
-                module.expert_mlp = ops.expert_mlp_dense  # no host round trip, compiles whole
         for name, p in beam.named_parameters():
             leaf = name.rsplit(".", 1)[-1]
             with torch.no_grad():
@@ -66,6 +67,10 @@ def build(config: BeamConfig, seed: int, device: torch.device) -> Beam:
                     std = {"embed_tokens": 1.0, "lm_head": 0.02}.get(leaf, fan_in**-0.5)
                     p.copy_(torch.randn(p.shape, generator=generator) * std)
             p.requires_grad_(leaf != "correction_bias")
+    # Training differentiates and compiles the torch forms, whatever is selected for decoding; the
+    # dense form of the experts needs no host round trip.
+    where = Where.of(device, torch.float32, beam.shapes)
+    beam.pinned = registry.resolve(beam.kinds, where, registry.rules(expert_mlp="dense"))
     return beam.to(device)
 
 

@@ -2,8 +2,8 @@
 
 Each function takes a value that ``workbench.info``, ``workbench.capture`` and their like return,
 and gives a :class:`View`; :func:`live` and :func:`explore` give dashboards bound to a model,
-:func:`size_memory` one that needs a model's shape only. The modules are imported when first used:
-plotly and ipywidgets cost nothing before.
+:func:`switchboard` one that swaps its kernels, :func:`size_memory` one that needs a model's shape
+only. The modules are imported when first used: plotly and ipywidgets cost nothing before.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ _PUBLIC = {
     "ablation_effect": "experts",
     "active_curve": "weights",
     "attention_maps": "attention",
+    "compiled_kernels": "kernel_pages",
     "experts_touched": "touched",
     "explore": "explorer",
+    "kernel_fractions": "kernel_rates",
+    "kernel_operations": "kernel_pages",
+    "kernel_roofline": "kernel_rates",
+    "kernel_table": "kernel_pages",
+    "kernel_trial": "kernel_pages",
+    "kernel_variants": "kernel_pages",
     "kv_accounts": "kv_pages",
     "kv_growth": "kv_figures",
     "kv_per_gpu": "kv_memory",
@@ -35,6 +42,8 @@ _PUBLIC = {
     "size_memory": "kv_dashboard",
     "step_breakdown": "steps",
     "step_comparisons": "model_check",
+    "swap_comparison": "kernel_swap",
+    "switchboard": "kernel_switchboard",
     "this_machine": "machine",
     "weight_bars": "weights",
     "written": "tokens",
@@ -61,6 +70,15 @@ if TYPE_CHECKING:
     from workbench.views.experts import ablation_effect as ablation_effect
     from workbench.views.experts import router_load as router_load
     from workbench.views.explorer import explore as explore
+    from workbench.views.kernel_pages import compiled_kernels as compiled_kernels
+    from workbench.views.kernel_pages import kernel_operations as kernel_operations
+    from workbench.views.kernel_pages import kernel_table as kernel_table
+    from workbench.views.kernel_pages import kernel_trial as kernel_trial
+    from workbench.views.kernel_pages import kernel_variants as kernel_variants
+    from workbench.views.kernel_rates import kernel_fractions as kernel_fractions
+    from workbench.views.kernel_rates import kernel_roofline as kernel_roofline
+    from workbench.views.kernel_swap import swap_comparison as swap_comparison
+    from workbench.views.kernel_switchboard import switchboard as switchboard
     from workbench.views.kv_dashboard import size_memory as size_memory
     from workbench.views.kv_figures import kv_growth as kv_growth
     from workbench.views.kv_figures import kv_strip as kv_strip

@@ -1,0 +1,174 @@
+"""Results in files: what is written can be read, what is damaged or foreign is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench.errors import KernelError, WorkbenchError
+from workbench.kernels import results
+from workbench.kernels.results import BenchResult, BenchRow, load, recorded, recorded_files
+
+TIMED = BenchRow(
+    op="boundary",
+    variant="triton",
+    tokens=8,
+    model="beam-501b",
+    tp=8,
+    status="passed",
+    max_error=0.0031234567,
+    own_error=0.0031,
+    microseconds=2.345678,
+    microseconds_low=2.3,
+    microseconds_high=2.5,
+    calls=32,
+    rounds=25,
+    in_graph=True,
+    bytes=348160.0,
+    flops=450560.0,
+    math="fp32",
+    bytes_per_second=1.4e11,
+    flops_per_second=1.9e11,
+    bound_microseconds=0.08,
+    roofline_fraction=0.034,
+    limit="memory",
+    ratio_to_reference=12.5,
+)
+REFUSED = BenchRow(
+    op="boundary", variant="mine", tokens=8, status="refused", gate="worst row", reason="0.5 > 0.1"
+)
+RESULT = BenchResult(
+    rows=(TIMED, REFUSED),
+    device="cuda",
+    hardware="NVIDIA H200",
+    peaks={"bandwidth": 4.2e12, "flops": {"bf16": 7.8e14}},
+    machine={"cpu": "some"},
+    versions={"torch": "2.11.0", "triton": "3.6.0", "vllm": None},
+    date="2026-11-29",
+)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "kernels-h200.json"
+    RESULT.write(path)
+    found = load(path)
+    assert found.how == "recorded"
+    assert (found.hardware, found.date, found.device) == ("NVIDIA H200", "2026-11-29", "cuda")
+    assert found.rows[1] == REFUSED
+    row = found.rows[0]
+    assert row.microseconds == 2.3457  # five digits
+    assert row.max_error == 0.0031235
+    assert (row.tp, row.calls, row.in_graph, row.limit) == (8, 32, True, "memory")
+    assert found.peaks == RESULT.peaks
+    assert found.source == "recorded on NVIDIA H200, 2026-11-29 (torch 2.11.0, triton 3.6.0)"
+    assert len(path.read_text().splitlines()) < 100  # a row a line: a change can be read
+    assert found.select(variant="triton", tokens=8) == (row,)
+    assert found.select(tokens=9) == ()
+    with pytest.raises(KernelError, match="rows have no 'size'"):
+        found.select(size=1)
+
+
+def test_no_rows(tmp_path: Path) -> None:
+    empty = BenchResult(rows=(), device="cpu", hardware="x")
+    empty.write(tmp_path / "f.json")
+    assert load(tmp_path / "f.json").rows == ()
+
+
+def _set(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda document: document.__setitem__(name, value)
+
+
+def _cell(row: int, name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(document: dict[str, Any]) -> None:
+        document["rows"][row][document["columns"].index(name)] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_set("format", "something else"), "is not a result of"),
+        (_set("version", 99), "version 99"),
+        (_set("rows", None), "rows is missing or of the wrong type"),
+        (_set("hardware", 5), "hardware is missing"),
+        (_set("columns", ["op"]), "columns do not fit"),
+        (lambda d: d["columns"].__setitem__(3, "surprise"), "surprise"),
+        (lambda d: d["rows"][0].pop(), "row 0 does not have"),
+        (_cell(0, "tokens", "many"), "row 0: tokens cannot be 'many'"),
+        (_cell(0, "tokens", True), "tokens cannot be True"),
+        (_cell(0, "microseconds", "fast"), "microseconds cannot be"),
+        (_cell(0, "microseconds", -1.0), "must be a number of 0 or more"),
+        (_cell(0, "status", "fine"), "unknown status"),
+        (_cell(0, "status", "refused"), "shows no speed"),
+        (_cell(1, "microseconds", 1.0), "row 1: .*shows no speed"),
+        (_cell(0, "op", ["boundary"]), "op cannot be"),
+    ],
+)
+def test_damaged(tmp_path: Path, damage: Callable[[dict[str, Any]], None], words: str) -> None:
+    document = RESULT.to_dict()
+    damage(document)
+    path = tmp_path / "kernels-x.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(KernelError, match=words) as error:
+        load(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", '{"a": 1}', '{"format": ', "null", "nonsense"])
+def test_foreign_files(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "kernels-x.json"
+    path.write_text(text)
+    with pytest.raises(WorkbenchError, match="kernels-x"):
+        load(path)
+    with pytest.raises(WorkbenchError, match="cannot be read"):
+        load(tmp_path / "absent.json")
+
+
+def test_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "kernels-x.json"
+    path.write_text("what was there")
+    bad = BenchResult(rows=(), device="cpu", hardware="x", peaks={"bandwidth": float("nan")})
+    with pytest.raises(ValueError, match="JSON"):
+        bad.write(path)
+    assert path.read_text() == "what was there"
+    assert [p.name for p in tmp_path.iterdir()] == ["kernels-x.json"]
+    with pytest.raises(WorkbenchError, match="cannot be written"):
+        RESULT.write(tmp_path / "no such folder" / "f.json")
+
+
+def test_recorded_files_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged, checkout = tmp_path / "packaged", tmp_path / "checkout"
+    packaged.mkdir()
+    assert recorded_files((packaged, checkout)) == []
+    checkout.mkdir()
+    (checkout / "cpu_decode.json").write_text("{}")  # another benchmark's
+    RESULT.write(packaged / "kernels-h200.json")
+    RESULT.write(checkout / "kernels-h200.json")
+    RESULT.write(checkout / "kernels-b200.json")
+    found = recorded_files((packaged, checkout))
+    assert found == [checkout / "kernels-b200.json", packaged / "kernels-h200.json"]
+    monkeypatch.setattr(results, "recorded_files", lambda: found)
+    assert len(recorded()) == 2
+    assert len(recorded("h200")) == 2
+    assert recorded("GB300") == []
+
+
+def test_what_is_recorded_here_is_whole() -> None:
+    for result in recorded():
+        assert result.how == "recorded"
+        assert result.rows
+        assert result.date
+        assert result.versions["torch"]
+        assert result.peaks["bandwidth"] > 0
+        for row in result.rows:
+            if row.microseconds is not None:
+                assert row.bytes_per_second is not None
+                assert row.bytes is not None
+                assert row.bytes_per_second == pytest.approx(
+                    row.bytes / row.microseconds * 1e6, rel=1e-3
+                )
