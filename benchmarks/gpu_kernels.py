@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--variant", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--tp", nargs="+", type=int, default=[8, 4])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 7, 8, 64, 1024])
-    parser.add_argument("--check-tokens", nargs="+", type=int, default=[1, 7, 8, 64])
+    parser.add_argument("--check-tokens", nargs="+", type=int, default=[1, 7, 8, 64, 1024])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--seconds", type=float, default=1.0, help="of rounds, a comparison")
     parser.add_argument("--budget", type=float, default=float("inf"), help="stop after so many s")

@@ -149,10 +149,41 @@ def test_bench_of_a_flavour_and_a_rank() -> None:
         (["bench", "--op", "boundary", "--tp", "7"], "tensor parallelism over 7"),
         (["check", "--file", "absent.py"], "absent.py cannot be read"),
         (["bench", "--file", "absent.py", "--flavour", "full"], "leave --flavour"),
+        (["bench", "--file", "absent.py", "--rounds", "5"], "leave --flavour, --rounds"),
+        (["bench", "--op", "boundary", "--rounds", "0"], "needs 3 rounds"),
+        (["bench", "--op", "boundary", "--rounds", "-5"], "needs 3 rounds"),
+        *(
+            (
+                ["check", "--file", "absent.py", "--seconds", seconds],
+                "--seconds must be more than 0",
+            )
+            for seconds in ("nan", "inf", "1e300", "0", "-1", "86401")
+        ),
+        (["check", "--op", "boundary", "--seconds", "5"], "--seconds is the time limit"),
+        *(
+            ([command, "--op", "boundary", option, where], words)
+            for command, option in (
+                ("list", "--out"),
+                ("check", "--out"),
+                ("bench", "--out"),
+                ("bench", "--timeline"),
+            )
+            for where, words in (
+                (".", "it is a folder"),
+                ("", "it is a folder"),
+                ("no/such/folder.json", "cannot be written (No such file or directory)"),
+                ("/proc/x.json", "cannot be written"),
+                ("x" * 300, "cannot be written (File name too long)"),
+            )
+        ),
+        (["bench", "--op", "boundary", "--out", "a", "--timeline", "./a"], "named for two things"),
     ],
 )
 def test_bad_values(arguments: list[str], words: str) -> None:
-    assert words in refused(*arguments, "--device", "cpu")
+    sentence = refused(*arguments, "--device", "cpu")
+    assert words in sentence
+    result = run(*arguments, "--device", "cpu", code=1)
+    assert result.stderr.strip() == sentence, "no progress: nothing is checked or timed before"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -187,10 +218,15 @@ def rms_norm(x, weight, eps):
 """
 
 
-def test_a_file_that_is_right(tmp_path: Path) -> None:
+def test_a_file_that_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a byte-order mark, keywords, a module beside it, and one that hides a standard one."""
     path = tmp_path / "mine.py"
-    path.write_text(GOOD)
-    value = document("check", "--file", str(path))
+    source = GOOD.replace('"rms_norm", "mine"', 'op="rms_norm", name="mine"')
+    path.write_text("import beside, queue\nqueue.Queue\n" + source, encoding="utf-8-sig")
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "queue.py").write_text("raise RuntimeError('mine')")
+    monkeypatch.chdir(tmp_path)
+    value = document("check", "--file", "mine.py", "--dtype", "float32", "--tokens", "1")
     assert [(r["op"], r["variant"], r["passed"]) for r in value["ops"]] == [
         ("rms_norm", "mine", True)
     ]
@@ -199,14 +235,25 @@ def test_a_file_that_is_right(tmp_path: Path) -> None:
 def test_a_file_that_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(GOOD.replace("return reference", "return 0 * reference"))
-    value = document("check", "--file", str(path), code=1)
-    assert value["ops"][0]["passed"] is False
-    assert "by the gate 'relative error'" in refused("bench", "--file", str(path))
+    result = run("bench", "--file", str(path), "--device", "cpu", "--json", code=1)
+    assert json.loads(result.stdout)["ops"][0]["passed"] is False
+    assert "by the gate 'relative error'" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("x = 1", "registers none"), ("def (", "is not Python"), (GOOD, "registers none")],
+    [
+        ("x = 1", "registers none"),
+        ("def (", "is not Python (line 1)"),
+        (GOOD, "registers none"),
+        (GOOD.replace("rms_norm", "softcap").replace("mine", "a" * 61), "at most 60 characters"),
+        ("x = \0", "is not Python"),
+        ("x = " + "1 + " * 20_000 + "1", "nested too deeply"),
+        ("x = " + "-" * 20_000 + "1", "nested too deeply"),
+        ("x = a" + ".b" * 20_000, "nested too deeply"),
+        ("x = " + "(" * 300 + ")" * 300, "is not Python"),
+    ],
+    ids=range(9),
 )
 def test_files_that_have_nothing(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "mine.py"
@@ -218,8 +265,10 @@ def test_registered_in_reads_without_running() -> None:
     source = (
         'raise SystemExit\n@register("a", "b", requires=(x,))\ndef f(): ...\n'
         '@registry.register("c", "d")\ndef g(): ...\nregister(name, "e")\n'
+        '@register("f", name="g")\ndef h(): ...\n@register(name="j", op="i")\ndef k(): ...\n'
+        'register("l")\nregister(**{"op": "m", "name": "n"})\nregister(3, name="o")\n'
     )
-    assert registered_in(source, "it") == [("a", "b"), ("c", "d")]
+    assert registered_in(source, "it") == [("a", "b"), ("c", "d"), ("f", "g"), ("i", "j")]
     with pytest.raises(KernelError, match=r"it is not Python \(line 1\)"):
         registered_in("(", "it")
 

@@ -14,6 +14,7 @@ from workbench.cli_kernels_asked import (
     KernelDtype,
     dtype_name,
     fail_on,
+    refuse_unwritable,
     write_document,
 )
 from workbench.cli_options import Json, answer
@@ -77,7 +78,8 @@ File = Annotated[
     ),
 ]
 Limit = Annotated[
-    float, typer.Option("--seconds", help="Time limit of a variant of --file.", metavar="S")
+    float | None,
+    typer.Option("--seconds", help="Time limit of a variant of --file. Default: 120.", metavar="S"),
 ]
 Out = Annotated[
     Path | None, typer.Option("--out", help="Write the result here too (JSON).", metavar="FILE")
@@ -96,6 +98,7 @@ def list_kernels(
     json: Json = False,
 ) -> None:
     """Every operation and its variants: which run here, and why the others do not."""
+    refuse_unwritable(out)
     asked = Asked(op, variant, device, model, tp, None)
     from workbench.kernels import registry
     from workbench.kernels.ops import operation
@@ -143,26 +146,30 @@ def check_kernels(
         KernelDtype | None, typer.Option("--dtype", help="Of activations. Default: both.")
     ] = None,
     file: File = None,
-    seconds: Limit = 120.0,
+    seconds: Limit = None,
     out: Out = None,
     json: Json = False,
 ) -> None:
     """Compare variants with float64: every flavour, odd sizes, strides, poisoned outputs."""
-    asked = Asked(op, variant, device, model, tp, tokens, file)
+    refuse_unwritable(out)
+    asked = Asked(op, variant, device, model, tp, tokens, file, seconds)
     dtypes = asked.dtypes(dtype, both=True)
     asked.refuse_what_does_not_fit(dtypes)
     verdicts: list[Verdict] = []
     if file is not None:
-        trials = asked.trials(file, dtypes, seconds)
+        trials = asked.trials(file, dtypes)
         verdicts = [t.verdict for t in trials if t.verdict is not None]
     else:
         from workbench.kernels.check import check_variants
+        from workbench.terminal import note
         from workbench.terminal_kernels import Progress
 
+        if not variant and asked.device == "cpu":
+            note("compile is left out, it takes minutes on a CPU: name it with --variant compile")
         with Progress("checking") as progress:
             for name in asked.ops:
                 variants = asked.variants_of(name)
-                if not variant and asked.device == "cpu":  # compiling takes minutes there
+                if not variant and asked.device == "cpu":
                     variants = [v for v in variants if v != "compile"]
                 for verdict in check_variants(
                     name,
@@ -215,8 +222,9 @@ def bench_kernels(
     ] = None,
     flavour: Flavour = None,
     rounds: Annotated[
-        int, typer.Option("--rounds", help="Rounds of a comparison.", metavar="N")
-    ] = 25,
+        int | None,
+        typer.Option("--rounds", help="Rounds of a comparison. Default: 25.", metavar="N"),
+    ] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(
@@ -226,21 +234,26 @@ def bench_kernels(
         ),
     ] = None,
     file: File = None,
-    seconds: Limit = 120.0,
+    seconds: Limit = None,
     out: Out = None,
     json: Json = False,
 ) -> None:
     """Time variants that pass the check, beside what this machine's memory and arithmetic allow."""
-    asked = Asked(op, variant, device, model, tp, tokens, file)
+    if file is not None and (flavour or rounds is not None or timeline is not None):
+        raise KernelError(
+            "--file tries every flavour in a process of its own, times what passes for half a "
+            "second and traces nothing; leave --flavour, --rounds and --timeline out"
+        )
+    refuse_unwritable(out, timeline)
+    asked = Asked(op, variant, device, model, tp, tokens, file, seconds)
+    from workbench.kernels.timing import MIN_ROUNDS, ROUNDS
+
+    if rounds is not None and rounds < MIN_ROUNDS:
+        raise KernelError(f"--rounds: a median needs {MIN_ROUNDS} rounds or more, not {rounds}")
     dtypes = asked.dtypes(dtype, both=False)
     asked.refuse_what_does_not_fit(dtypes)
     if file is not None:
-        if flavour or timeline is not None:
-            raise KernelError(
-                "--file tries every flavour in a process of its own and traces nothing; leave "
-                "--flavour and --timeline out"
-            )
-        _bench_file(asked, file, dtypes, seconds, out, json)
+        _bench_file(asked, file, dtypes, out, json)
         return
     from workbench.kernels.bench import bench
     from workbench.terminal_kernels import Progress
@@ -255,7 +268,7 @@ def bench_kernels(
             dtype=dtypes[0],
             device=asked.device,
             model=asked.model,
-            rounds=rounds,
+            rounds=rounds or ROUNDS,
             on_progress=progress.told,
         )
     document = asked.heading() | {
@@ -293,11 +306,10 @@ def _bench_file(
     asked: Asked,
     file: Path,
     dtypes: Sequence[torch.dtype],
-    seconds: float,
     out: Path | None,
     json: bool,
 ) -> None:
-    trials = asked.trials(file, dtypes, seconds)
+    trials = asked.trials(file, dtypes)
     rows = []
     for t in trials:
         timed = t.timing or {"microseconds": None, "roofline_fraction": None}

@@ -46,6 +46,7 @@ class Asked:
         tp: int | None,
         tokens: list[int] | None,
         file: Path | None = None,
+        seconds: float | None = None,
     ) -> None:
         import torch
 
@@ -69,6 +70,7 @@ class Asked:
         for name in self.ops:
             operation(name)  # raises where there is none
         self.file = file
+        self.seconds = _limit(seconds, file)
         self._wanted = list(dict.fromkeys(variant)) if variant else None
         if self._wanted and file is None:
             known = [v for name in self.ops for v in registry.names(name)]
@@ -155,7 +157,7 @@ class Asked:
                 "(--model beam-tiny takes seconds)"
             )
 
-    def trials(self, file: Path, dtypes: Sequence[torch.dtype], seconds: float) -> list[Trial]:
+    def trials(self, file: Path, dtypes: Sequence[torch.dtype]) -> list[Trial]:
         """Every variant that a file registers, tried in a child process.
 
         Raises:
@@ -166,10 +168,15 @@ class Asked:
         from workbench.kernels.trial import trial
         from workbench.terminal import note
 
-        source = read_text(file)
+        source = read_text(file).removeprefix("\ufeff")  # as Python itself takes a file
+        from workbench.kernels.ops import operation
+
+        every = registered_in(source, str(file))
+        for op, _ in every:
+            operation(op)  # a misspelt one is named, with those that there are
         found = [
             (op, variant)
-            for op, variant in registered_in(source, str(file))
+            for op, variant in every
             if op in self.ops and (self._wanted is None or variant in self._wanted)
         ]
         if not found:
@@ -184,10 +191,11 @@ class Asked:
                 variant,
                 self.shapes,
                 source=source,
+                folder=Path.cwd() if str(file) == "-" else file.parent,
                 tokens=self.tokens,
                 dtypes=[dtype_name(d) for d in dtypes],
                 device=self.device,
-                seconds=seconds,
+                seconds=self.seconds,
                 on_progress=_on_terminal(note),
             )
             note(str(t))
@@ -203,21 +211,48 @@ def registered_in(source: str, where: str) -> list[tuple[str, str]]:
         KernelError: it is not Python.
     """
     import ast
+    import warnings
 
     try:
-        tree = ast.parse(source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its syntax: the child says what matters
+            tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
         raise KernelError(f"{where} is not Python{line}: {error}") from None
+    except (RecursionError, MemoryError):  # what the parser raises for thousands of brackets
+        raise KernelError(
+            f"{where} cannot be read as Python: an expression in it is nested too deeply"
+        ) from None
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and len(node.args) >= 2:
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else None
-            name = node.func.id if isinstance(node.func, ast.Name) else name
-            values = [a.value for a in node.args[:2] if isinstance(a, ast.Constant)]
-            if name == "register" and len(values) == 2 and all(isinstance(v, str) for v in values):
-                found.append((str(values[0]), str(values[1])))
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else None
+        name = node.func.id if isinstance(node.func, ast.Name) else name
+        if name != "register":
+            continue
+        given = dict(zip(("op", "name"), node.args, strict=False))
+        given |= {k.arg: k.value for k in node.keywords if k.arg in ("op", "name")}
+        values = [v.value for v in map(given.get, ("op", "name")) if isinstance(v, ast.Constant)]
+        if len(values) == 2 and all(isinstance(v, str) for v in values):
+            found.append((str(values[0]), str(values[1])))
     return list(dict.fromkeys(found))
+
+
+def _limit(seconds: float | None, file: Path | None) -> float:
+    """The time limit of a trial."""
+    from workbench.kernels.trial import MOST_SECONDS, SECONDS
+
+    if seconds is None:
+        return SECONDS
+    if file is None:
+        raise KernelError("--seconds is the time limit of a variant of --file; leave it out")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise KernelError(
+            f"--seconds must be more than 0 and at most {MOST_SECONDS:,.0f} (a day), not {seconds}"
+        )
+    return seconds
 
 
 def _on_terminal(tell: Callable[[str], None]) -> Callable[[str], None] | None:
@@ -226,6 +261,43 @@ def _on_terminal(tell: Callable[[str], None]) -> Callable[[str], None] | None:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def refuse_unwritable(*paths: Path | None) -> None:
+    """Refuse a file that could not be written, before minutes go into what it is for.
+
+    Raises:
+        FileError: a folder, a missing or read-only folder; or one file for two things.
+    """
+    import os
+    import stat
+    import tempfile
+
+    from workbench.files import FileError
+
+    given = [path for path in paths if path is not None]
+    for path in given:
+        try:
+            mode = path.stat().st_mode if path.exists() else None
+            if mode is not None and stat.S_ISCHR(mode):
+                continue
+            if mode is not None and not stat.S_ISREG(mode):
+                kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+                raise FileError(f"{path} cannot be written: it is {kind}; give the name of a file")
+            # As it will be written: beside the file, which it then replaces.
+            target = Path(os.path.realpath(path))
+            with tempfile.TemporaryFile(dir=target.parent):
+                pass
+        except OSError as error:
+            raise FileError(
+                f"{path} cannot be written ({error.strerror or error}); choose another file"
+            ) from error
+        except FileError:
+            raise
+        except ValueError as error:  # a NUL in the name
+            raise FileError(f"{path} cannot be written ({error}); choose another name") from error
+    if len({os.path.realpath(path) for path in given}) < len(given):
+        raise FileError(f"{given[0]} is named for two things; give each a file of its own")
 
 
 def write_document(path: Path | None, document: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ lab, browser, screenshots = shared.lab, shared.browser, shared.screenshots
 
 _BOARD = "document.querySelector('.bw-kernels')"
 _TABLE = f"{_BOARD}.querySelector('.bw-kernels-table').textContent"
+_TABLE_TOP = f"{_BOARD}.querySelector('.bw-kernels-table').offsetTop"
 _STOP = f"[...{_BOARD}.querySelectorAll('button')].find(b => b.textContent === 'Stop')"
 
 # From the click on Apply until the table says what the menu said.
@@ -68,15 +69,21 @@ def test_kernels(lab: Lab, browser: "playwright.Browser", screenshots: Path) -> 
 
         # A variant of the workbench is in the table within a second.
         page.locator(".bw-kernels").scroll_into_view_if_needed()
-        choose(notebook, "rms norm", "triton")
+        choose(notebook, "rms_norm", "triton")
         page.evaluate(_TIME)
         press(notebook, "Apply")
         assert page.evaluate("window.measured") < 1
 
-        # Variants of cells that ran later are in the menus; the crashing one stays out.
+        # Variants of cells that ran later are in the menus; the wrong and the crashing stay out.
+        below = page.evaluate(_TABLE_TOP)
         choose(notebook, "softcap", "far")
+        choose(notebook, "router", "biased")
         press(notebook, "Apply")
+        notebook.until(f"() => {_BOARD}.textContent.includes('biased of router')", 30)
+        assert page.evaluate(_TABLE_TOP) == below  # the page does not move while something runs
         notebook.until(f"() => {_TABLE}.includes('far stays out')", 60)
+        assert "biased stays out: refused by the gate" in page.evaluate(_TABLE)
+        assert "2 not applied, see the table" in page.evaluate(f"{_BOARD}.textContent")
         assert "SIGSEGV" in page.evaluate(_TABLE)
         assert "softcap–torchtorch" in page.evaluate(_TABLE)
 

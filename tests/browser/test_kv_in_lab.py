@@ -201,6 +201,7 @@ def test_kv_cache(
         shared.assert_quiet(notebook)
 
 
+@pytest.mark.full
 def test_kv_cache_on_a_narrow_page(
     browser: "playwright.Browser", screenshots: Path, tmp_path: Path
 ) -> None:

@@ -104,6 +104,19 @@ def test_a_right_variant_is_timed_beside_the_reference(mine: Callable[..., str])
     assert not result.interrupted
 
 
+def test_faster_than_the_limit_of_a_cpu_says_why() -> None:
+    """What a cache gives is no speed of memory."""
+    slow = replace(PEAKS, bandwidth=1.0)
+    (row,) = run("rms_norm", "torch", peaks=slow).rows
+    assert row.roofline_fraction is not None
+    assert row.roofline_fraction > 1
+    assert "the caches are not emptied" in row.reason
+    fast = replace(PEAKS, bandwidth=1e15, flops={"fp32": 1e18})
+    (row,) = run("rms_norm", "torch", peaks=fast).rows
+    assert row.timed
+    assert row.reason == ""
+
+
 def _zeros(x: Tensor, *rest: Any) -> Tensor:
     return torch.zeros_like(x)
 

@@ -20,7 +20,7 @@ from workbench.kernels.requirements import Where, compiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Compiling takes seconds an operation when nothing of it is in the cache yet.
-QUICK = ("rms_norm", "softcap")
+QUICK = ("softcap",)
 
 CODE = """
 import json, sys

@@ -37,7 +37,7 @@ def test_a_seed_gives_the_same_numbers_and_another_seed_others(
     assert not all(torch.equal(a, b) for a, b in zip(bits[0], bits[2], strict=True))
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 5, 9, 33])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 33])
 @pytest.mark.parametrize(("op", "flavour"), CASES)
 def test_any_number_of_tokens_makes_a_case_that_the_reference_computes(
     op: str, flavour: str, tokens: int, tiny: Shapes
@@ -92,6 +92,36 @@ def test_rings_have_wrapped_and_some_sequences_are_shorter(tiny: Shapes) -> None
     assert reach.span >= int(reach.first.max()) + 8
 
 
+def test_extreme_sequences_have_begun_and_several_are_verified(tiny: Shapes) -> None:
+    for flavour in OPERATIONS["decode_attention"].flavours:
+        for tokens in (2, 7, 40):
+            q, _, _, reach = case_of(
+                "decode_attention", tiny, tokens, flavour, extreme=True
+            ).args  # fmt: skip
+            assert int(reach.first.min()) <= 3 < int(reach.first.max())
+            assert q.shape[0] > 1
+            if "verify" in flavour:
+                assert q.shape[1] == {2: 1, 7: 3, 40: 8}[tokens]
+    assert case_of("decode_attention", tiny, 7, "full verify").args[0].shape[:2] == (1, 7)
+    begun = {
+        int(case_of("decode_attention", tiny, 1, "full", extreme=True, seed=s).args[3].first)
+        for s in range(12)
+    }
+    assert 0 in begun
+    assert max(begun) > tiny.window
+
+
+def test_norms_meet_rows_as_small_as_eps(tiny: Shapes) -> None:
+    for op, place in (("rms_norm", 0), ("boundary", 1), ("qkv_write", 0), ("context_kv_write", 0)):
+        for how in ({"tokens": 8}, {"tokens": 1, "extreme": True, "seed": 2}):
+            case = case_of(op, tiny, flavour=OPERATIONS[op].flavours[0], dtype=FP32, **how)  # type: ignore[arg-type]
+            x = case.args[place]
+            x = x[:, : tiny.head_dim] if op == "qkv_write" else x[:, 0, 0] if x.dim() > 2 else x
+            squares = x.square().flatten(1).mean(-1)
+            near = squares[(squares > tiny.eps / 4) & (squares < 8 * tiny.eps)]
+            assert len(near) >= 1 or squares.min() == 0, op
+
+
 @pytest.mark.parametrize("op", ["qkv_write", "context_kv_write"])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_cache_rows_are_distinct_and_hold_marks(op: str, dtype: torch.dtype, tiny: Shapes) -> None:
@@ -125,7 +155,8 @@ def test_routing_and_candidates_are_distinct(tiny: Shapes) -> None:
     assert all(len(set(row)) == tiny.top_k for row in ids.tolist())
     assert int(ids.min()) >= 0
     assert int(ids.max()) < tiny.experts
-    torch.testing.assert_close(weights.sum(-1), torch.ones(20))
+    sums = weights.sum(-1)
+    assert 0.5 <= float(sums.min()) < 0.8 < 1.2 < float(sums.max()) <= 1.5
     for op, place in (("candidate_edges", 2), ("selector_walk", 1)):
         found = case_of(op, tiny, 24).args[place]
         assert found.shape == (3, tiny.draft_tokens, tiny.candidates)

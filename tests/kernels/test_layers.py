@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from workbench.errors import KernelError
 from workbench.kernels.layers import LayerKinds, describe, matching
@@ -46,6 +48,11 @@ def test_what_a_pattern_names(pattern: str, layers: list[int]) -> None:
         ([0, 2, 5], "0,2,5"),
         (range(2, 4), "2,3"),
         (" 0 - 2 , full ", "0-2,full"),
+        (np.int64(3), "3"),
+        (np.uint8(3), "3"),
+        (torch.tensor(3), "3"),
+        (np.array([1, 4]), "1,4"),
+        ([np.int32(1), 4, "full"], "1,4,full"),
     ],
 )
 def test_patterns_as_text(given: Any, text: str) -> None:
@@ -70,6 +77,17 @@ def test_patterns_as_text(given: Any, text: str) -> None:
         [],
         "9" * 7,
         ["a"],
+        "1 2",
+        "\u0663",  # a digit three, but not ASCII
+        "0-\uff12",
+        pytest.param(10**5000, id="huge"),
+        np.bool_(True),
+        np.float64(2.0),
+        np.array(2.5),
+        [True],
+        [1.0],
+        torch.tensor(2.5),
+        object(),
     ],
 )
 def test_what_is_no_pattern(bad: Any) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 from workbench.kernels import ledger, registry
-from workbench.kernels.check import Verdict, check
+from workbench.kernels.check import Finding, Verdict, check
 from workbench.kernels.reference import softcap
 from workbench.kernels.registry import register
 from workbench.kernels.shapes import Shapes
@@ -98,3 +99,17 @@ def test_other_threads_see_it() -> None:
     thread.start()
     thread.join()
     assert ledger.verdict("softcap", "mine") == judged()
+
+
+def test_a_verdict_read_back_is_the_verdict() -> None:
+    finding = Finding(
+        case="1 token", output="y", gate="finite", found=3.0, limit=0.0, passed=False, note="3 of 8"
+    )
+    for one in (judged(), replace(judged("refused"), findings=(finding,), cases=2, max_error=0.5)):
+        assert ledger.read(one.to_dict(), "softcap", "mine") == one
+        assert ledger.read(one.to_dict(), "softcap", "yours") is None
+        assert ledger.read(one.to_dict(), "router", "mine") is None
+    lone = judged().to_dict() | {"reason": "\udc80 bad"}
+    kept = ledger.read(lone, "softcap", "mine")
+    assert kept is not None
+    assert kept.reason.encode() == b"? bad"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
+import re
 import threading
 from typing import Any
 
@@ -16,6 +19,7 @@ from workbench.kernels.layers import LayerKinds
 from workbench.kernels.ops import OPERATIONS
 from workbench.kernels.registry import Resolution, register, reset, resolve, select, use
 from workbench.kernels.requirements import Where
+from workbench.kernels.triton_runtime import why_not
 from workbench.model.beam import Beam
 
 KINDS = LayerKinds(
@@ -245,6 +249,34 @@ def test_a_layer_that_the_model_lacks_is_told_when_it_is_resolved() -> None:
         resolve(KINDS, HERE)
 
 
+@pytest.mark.parametrize(
+    ("op", "layers", "having"),
+    [
+        ("router", "dense", "layers='sparse'"),
+        ("expert_mlp", "0-1", "layers='sparse'"),
+        ("dense_mlp", "full", "layers='dense'"),
+        ("dense_mlp", "3", "layers='dense'"),
+    ],
+)
+def test_layers_that_lack_the_operation_are_told(op: str, layers: str, having: str) -> None:
+    register(op, "mine")(mine)
+    for missing in ("error", "torch"):
+        with (
+            use(layers, missing=missing, **{op: "mine"}),  # type: ignore[arg-type]
+            pytest.raises(KernelError, match=f"names no layer that has {op}; .* {having}"),
+        ):
+            resolve(KINDS, HERE)
+    dense = LayerKinds(full=(True, False), sparse=(False, False))
+    with use(router="torch"):  # "all" asks for no layer in particular
+        resolve(dense, HERE)
+
+
+def test_a_model_that_lacks_the_operation() -> None:
+    dense = LayerKinds(full=(True, False), sparse=(False, False))
+    with use("full", router="torch"), pytest.raises(KernelError, match="this model has it in none"):
+        resolve(dense, HERE)
+
+
 def test_a_cell_that_runs_again_replaces_its_variant() -> None:
     source = "@register('boundary', 'cell')\ndef cell(*args): return {number}"
     cell: dict[str, Any] = {"register": register, "__name__": "__main__"}
@@ -264,6 +296,113 @@ def test_what_comes_with_the_workbench_stays(name: str) -> None:
     with pytest.raises(KernelError, match="comes with the workbench and stays"):
         registry.unregister("boundary", name)
     assert registry.find("boundary", "torch").function is before
+
+
+def test_what_is_wrapped_takes_no_built_in_name() -> None:
+    """A decorator copies the module of what it wraps; the one that registers is what counts."""
+    right = registry.find("boundary", "torch").function
+
+    @functools.wraps(right)
+    def doubled(*args: Any) -> Any:
+        return right(*args)
+
+    assert doubled.__module__.startswith("workbench.kernels")
+    for function in (doubled, right, functools.partial(right)):
+        with pytest.raises(KernelError, match="comes with the workbench and is not replaced"):
+            register("boundary", "triton")(function)
+    register("boundary", "wrapped")(doubled)
+    assert registry.find("boundary", "wrapped").origin == __name__
+    for op in OPS:
+        assert registry.find(op, "torch").origin == BUILT_IN[op]["torch"].module
+
+
+@pytest.mark.parametrize(
+    ("requirement", "says"),
+    [
+        (lambda where: 1 / 0, "its requirement <lambda> failed: ZeroDivisionError: division by"),
+        (lambda where: {}["a\nb"], r"its requirement <lambda> failed: KeyError: 'a"),
+        (lambda: None, "its requirement <lambda> failed: TypeError"),
+        (lambda where: False, "its requirement <lambda> failed: it gave False, not None or why"),
+        (lambda where: " ", "failed: it gave ' ', not None"),
+        (lambda where: "two\nlines", "two lines"),
+    ],
+)
+def test_a_requirement_that_fails_is_the_reason(requirement: Any, says: str) -> None:
+    register("boundary", "fussy", requires=[requirement])(mine)
+    reason = registry.why_not("boundary", "fussy", HERE)
+    assert reason is not None
+    assert "\n" not in reason
+    assert re.search(says, reason), reason
+    with use(boundary="fussy"), pytest.raises(KernelError, match="fussy of boundary cannot run"):
+        resolve(KINDS, HERE)
+    with use(boundary="fussy", missing="torch"):
+        assert rows(resolve(KINDS, HERE)) == [("all", "fussy", "torch", reason)]
+
+
+@pytest.mark.parametrize("requires", [[5], "no", 5, None, [None], {"a": 1}])
+def test_requirements_are_functions(requires: Any) -> None:
+    with pytest.raises(KernelError, match="requires of fussy of boundary must"):
+        register("boundary", "fussy", requires=requires)
+
+
+def test_a_block_ends_where_it_began() -> None:
+    with pytest.raises(KernelError, match="left where it was not entered"):
+        use(boundary="mine").__exit__()
+    shared = use(boundary="mine", layers="full")
+    raised: list[BaseException] = []
+
+    def leave() -> None:
+        try:
+            shared.__exit__()
+        except KernelError as error:
+            raised.append(error)
+
+    shared.__enter__()
+    for here in (threading.Thread(target=leave), None):
+        if here is None:
+            contextvars.copy_context().run(leave)
+        else:
+            here.start()
+            here.join()
+    assert [type(error) for error in raised] == [KernelError] * 2
+    assert used() == "..m..m", "still entered here"
+    shared.__exit__()
+    assert used() == "......"
+    with pytest.raises(KernelError, match="left where"):
+        shared.__exit__()
+
+
+def test_one_use_in_two_threads_ends_in_each() -> None:
+    shared = use(boundary="mine", layers="full")
+    inside, go, seen = threading.Event(), threading.Event(), []
+
+    def other_thread() -> None:
+        with shared:
+            inside.set()
+            assert go.wait(10)
+            seen.append(used())
+        seen.append(used())
+
+    thread = threading.Thread(target=other_thread)
+    with shared:
+        thread.start()
+        assert inside.wait(10)
+    assert used() == "......"
+    go.set()
+    thread.join()
+    assert seen == ["..m..m", "......"]
+
+
+@pytest.mark.parametrize("to", [5, None, "boundary", ["boundary"], {"boundary": "mine"}, [None]])
+def test_only_rules_are_a_selection(to: Any) -> None:
+    before = select(boundary="mine")
+    with pytest.raises(KernelError, match="a selection is what select"):
+        reset(to)
+    with pytest.raises(KernelError, match="a selection is what select"), registry.exactly(to):
+        pass
+    assert registry.selection() == before
+    reset(list(before))  # type: ignore[arg-type]
+    assert registry.selection() == before
 
 
 def test_unregister() -> None:
@@ -287,6 +426,12 @@ def test_a_selected_variant_that_is_unregistered_is_an_error_and_not_the_referen
 def test_names_are_identifiers(name: Any) -> None:
     with pytest.raises(KernelError, match="needs a name that is an identifier"):
         register("boundary", name)
+
+
+def test_names_are_short_enough_to_read() -> None:
+    register("boundary", "a" * 60)(mine)
+    with pytest.raises(KernelError, match=r"at most 60 characters, and a{20}… has 5,000; choose"):
+        register("boundary", "a" * 5000)
 
 
 def test_only_functions_are_registered() -> None:
@@ -353,11 +498,11 @@ def spy(op: str, log: list[Any]) -> None:
         ("qkv_write", "sliding", 7),
         ("prefill_attention", "full", 2),
         ("router", "all", 8),
-        ("router", "0", 0),  # a dense layer has none
+        ("router", "0-1", 1),  # layer 0 is dense and has none
         ("expert_mlp", "sparse", 8),
         ("expert_mlp", "full", 2),
         ("dense_mlp", "all", 1),
-        ("dense_mlp", "sparse", 0),
+        ("dense_mlp", "sliding", 1),
         ("rms_norm", "all", 1),
         ("softcap", "all", 1),
         ("decode_attention", "all", 0),  # no cache in this pass
@@ -447,3 +592,59 @@ def test_a_new_registration_reaches_a_live_model(tiny_beam: Beam) -> None:
     assert tiny_beam.kernels().layers[0].boundary is other
     reset()
     assert tiny_beam.kernels().layers[0].boundary is OPERATIONS["boundary"].reference
+
+
+# -- gradients ----------------------------------------------------------------------------------
+
+
+def test_what_has_no_gradient_is_known() -> None:
+    register("boundary", "mine")(mine)
+    none = ("triton", "vllm", "vllm_fa3")
+    for op in (*LAYER_OPS, *MODEL_OPS):
+        for name in registry.names(op):
+            with use(missing="torch", **{op: name}):
+                found = resolve(KINDS, HERE)
+            (resolved,) = {row.resolved for row in found.rows if row.op == op}
+            expected = ((op, name),) if resolved == name and name in none else ()
+            assert found.forward_only == expected
+            assert found.differentiable == (not expected)
+
+
+@pytest.mark.skipif(why_not("cpu") is not None, reason="Triton does not interpret here")
+@pytest.mark.parametrize("op", [*LAYER_OPS, *MODEL_OPS])
+def test_a_kernel_without_gradient_is_refused_where_one_is_wanted(
+    op: str, tiny_beam: Beam, one_thread: None
+) -> None:
+    weight = tiny_beam.layers[3].input_norm
+    with use(**{op: "triton"}):
+        tiny_beam.kernels()  # nothing asks for a gradient
+        weight.requires_grad_(True)
+        try:
+            for run in (tiny_beam.kernels, lambda: tiny_beam.sequence_logits(torch.arange(3))):
+                with pytest.raises(KernelError) as raised:
+                    run()
+                assert str(raised.value) == (
+                    f"triton of {op} has no gradient, and this model's parameters require one: "
+                    f'run it under torch.no_grad(), or select {op}="torch" to train'
+                )
+            with torch.no_grad():
+                tiny_beam.kernels()
+            with torch.inference_mode():
+                tiny_beam.kernels()
+            with use(**{op: "torch"}):
+                tiny_beam.kernels()
+        finally:
+            weight.requires_grad_(False)
+
+
+def test_gradients_flow_through_a_variant_of_ones_own(tiny_beam: Beam, one_thread: None) -> None:
+    weight = tiny_beam.layers[3].input_norm
+    weight.requires_grad_(True)
+    try:
+        with use(boundary="mine"):
+            tiny_beam.sequence_logits(torch.arange(3)).square().sum().backward()
+        assert weight.grad is not None
+        assert float(weight.grad.norm()) > 0
+    finally:
+        weight.requires_grad_(False)
+        weight.grad = None

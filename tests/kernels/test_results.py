@@ -11,7 +11,14 @@ import pytest
 
 from workbench.errors import KernelError, WorkbenchError
 from workbench.kernels import results
-from workbench.kernels.results import BenchResult, BenchRow, load, recorded, recorded_files
+from workbench.kernels.results import (
+    BenchResult,
+    BenchRow,
+    load,
+    recorded,
+    recorded_files,
+    row_of,
+)
 
 TIMED = BenchRow(
     op="boundary",
@@ -107,6 +114,44 @@ def _cell(row: int, name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_cell(0, "status", "refused"), "shows no speed"),
         (_cell(1, "microseconds", 1.0), "row 1: .*shows no speed"),
         (_cell(0, "op", ["boundary"]), "op cannot be"),
+        (_cell(0, "tokens", 10**400), "tokens cannot be a number beyond what a float holds"),
+        (_cell(0, "bytes", 10**400), "bytes cannot be a number beyond"),
+        (_cell(0, "bytes", True), "bytes cannot be True"),
+        (_cell(0, "microseconds", False), "microseconds cannot be False"),
+        (_cell(0, "in_graph", 1), "in_graph cannot be 1"),
+        *(
+            (_cell(0, name, None), f"a time is given without {name}")
+            for name in (
+                "microseconds_low",
+                "microseconds_high",
+                "calls",
+                "rounds",
+                "in_graph",
+                "bytes",
+                "flops",
+                "bytes_per_second",
+                "flops_per_second",
+                "bound_microseconds",
+                "roofline_fraction",
+            )
+        ),
+        *((_cell(0, name, ""), f"a time is given without {name}") for name in ("math", "limit")),
+        (lambda d: d["columns"].__setitem__(d["columns"].index("bytes"), "bytes_"), "bytes_"),
+        (_cell(0, "microseconds_low", 2.4), "not between its percentiles"),
+        (_cell(0, "microseconds_high", 2.3), "not between its percentiles"),
+        *(
+            (_cell(0, name, "a\x1b[31mb"), rf"row 0: {name} cannot be 'a\\x1b\[31mb'")
+            for name in ("op", "variant", "flavour", "model", "dtype", "math", "limit", "gate")
+        ),
+        *(
+            (_set(name, "a\u202eb"), rf"{name} holds control characters \('a\\u202eb'\)")
+            for name in ("hardware", "device", "date", "note")
+        ),
+        (_set("peaks", {"bandwidth": 1e12}), "peaks need a bandwidth and flops"),
+        (_set("peaks", {"bandwidth": 1e12, "flops": 5}), "peaks need"),
+        (_set("peaks", {"bandwidth": True, "flops": {}}), "peaks need"),
+        (_set("peaks", {"bandwidth": 10**400, "flops": {}}), "peaks need"),
+        (_set("peaks", {"bandwidth": 1e12, "flops": {"bf16": "much"}}), "peaks need"),
     ],
 )
 def test_damaged(tmp_path: Path, damage: Callable[[dict[str, Any]], None], words: str) -> None:
@@ -117,6 +162,19 @@ def test_damaged(tmp_path: Path, damage: Callable[[dict[str, Any]], None], words
     with pytest.raises(KernelError, match=words) as error:
         load(path)
     assert str(path) in str(error.value)
+
+
+def test_a_row_as_a_dictionary_comes_back() -> None:
+    for row in RESULT.rows:
+        assert row_of(row.to_dict(), "it") == row
+    good = TIMED.to_dict()
+    for bad in (
+        None, [], "x", {}, good | {"more": 1}, good | {"passed": False}, good | {"available": None},
+        good | {"microseconds": 10**400}, good | {"microseconds": "1"},
+        {k: v for k, v in good.items() if k != "bytes"},
+    ):  # fmt: skip
+        with pytest.raises(KernelError, match="it"):
+            row_of(bad, "it")
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", '{"a": 1}', '{"format": ', "null", "nonsense"])

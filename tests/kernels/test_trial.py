@@ -10,6 +10,8 @@ import json
 import linecache
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,8 +24,9 @@ import pytest
 import torch
 
 from workbench.errors import KernelError
-from workbench.kernels import ledger, registry
+from workbench.kernels import ledger, registry, triton_compile
 from workbench.kernels.check import STATUSES, Verdict, check
+from workbench.kernels.child import MARK, Ended, taken
 from workbench.kernels.registry import register, select
 from workbench.kernels.shapes import Shapes
 from workbench.kernels.trial import OUTPUT_BYTES, Trial, source_of, trial
@@ -115,6 +118,18 @@ def own() -> None:
         return x
 
 
+@contextmanager
+def cell(text: str, name: str) -> Iterator[dict[str, Any]]:
+    """Run a cell as IPython does: compiled under its own file name, lines in linecache."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        exec(compile(text, name, "exec"), space)
+        yield space
+    finally:
+        del linecache.cache[name]
+
+
 # -- what is right ------------------------------------------------------------------------------
 
 
@@ -182,16 +197,12 @@ NOISY = norm(
 )
 
 
-@pytest.fixture
-def selected() -> None:
-    own()
-    select(rms_norm="mine")
-
-
-def test_zeros_are_refused_however_loud_they_are(tiny: Shapes, selected: None) -> None:
+def test_zeros_are_refused_however_loud_they_are(tiny: Shapes) -> None:
     """Megabytes of output neither block the child nor get among its answers."""
-    select(softcap="torch")
-    found = tried(NOISY, tiny)
+    with cell(NOISY, "/tmp/ipykernel_4242/1.py"):
+        select(rms_norm="mine")
+        select(softcap="torch")
+        found = trial("rms_norm", "mine", tiny, **FEW)
     assert (found.status, found.gate) == ("refused", "relative error"), str(found)
     assert "1 token, bfloat16" in found.error
     assert found.verdict is not None
@@ -213,7 +224,7 @@ def test_an_endless_loop_ends_at_the_time_limit(tiny: Shapes, tmp_path: Path) ->
     source = norm(f"note_and_hang({str(note)!r})", before=HANGING)
     own()
     select(rms_norm="mine")
-    limit = 9.0
+    limit = 5.0
     while True:  # a machine that is busy may take longer than that to get to the loop
         started = time.monotonic()
         found = tried(source, tiny, seconds=limit)
@@ -230,9 +241,9 @@ def test_an_endless_loop_ends_at_the_time_limit(tiny: Shapes, tmp_path: Path) ->
     assert len(pids) == 2
     assert all(gone(pid) for pid in pids), "neither the child nor what it started is left"
     assert registry.selection() == ()
-    kept = ledger.verdict("rms_norm", "mine")
-    assert kept is not None
-    assert kept.status == "time limit"
+    assert found.verdict is not None
+    assert found.verdict.status == "time limit"
+    assert ledger.verdict("rms_norm", "mine") is None, "the source was not the registered one's"
 
 
 @needs_triton
@@ -273,16 +284,186 @@ def test_an_interrupt_here_ends_the_child(tiny: Shapes, tmp_path: Path) -> None:
     assert all(gone(pid) for pid in pids)
 
 
-def test_source_that_is_no_python(tiny: Shapes) -> None:
-    found = tried("def mine(:\n", tiny)
-    assert found.status == "raised"
-    assert found.error.startswith("SyntaxError: ")
-    assert "line 1" in found.error
-    assert found.compiled == ()
+def test_a_trial_inside_a_trial_is_refused(tiny: Shapes) -> None:
+    """A cell that registers and tries: the child runs it again, and must not start another."""
+    inside = """
+    from workbench.kernels import Shapes, try_variant
+    from workbench.model.presets import resolve
+    try_variant("rms_norm", "mine", Shapes.of(resolve("beam-tiny").config))
+    """
+    found = tried(norm("return y") + dedent(inside), tiny)
+    assert found.status == "raised", str(found)
+    assert "KernelError: mine of rms_norm is being tried in this very process" in found.error
+    assert "in another cell or file" in found.error
+
+
+def test_a_child_starts_no_child(monkeypatch: pytest.MonkeyPatch, tiny: Shapes) -> None:
+    monkeypatch.setenv(MARK, "1")
+    with pytest.raises(KernelError, match="starts no trial of its own"):
+        tried(norm("return y"), tiny)
+    with pytest.raises(triton_compile.CompileError, match="it starts none"):
+        triton_compile.compile_in_child([], timeout=5)
+
+
+# -- what a child may say -----------------------------------------------------------------------
+
+
+def test_what_a_kernel_writes_on_the_pipe_is_no_verdict(tiny: Shapes) -> None:
+    body = """
+    for fd in range(3, 40):
+        try:
+            os.write(fd, b'\\n{"verdict": 5}\\n')
+        except OSError:
+            pass
+    return y
+    """
+    found = tried(norm(body), tiny)
+    assert (found.status, found.gate) == ("crashed", ""), str(found)
+    assert found.error == (
+        "the process wrote something that is no verdict, while checking 0 of 5: 1 token, bfloat16"
+    )
+
+
+PASSED = Verdict(op="rms_norm", variant="mine", status="passed", cases=5, max_error=1e-3).to_dict()
+REFUSED = Verdict(
+    op="rms_norm", variant="mine", status="refused", gate="finite", reason="1 of 8"
+).to_dict()
+FAILED = {
+    "case": "1 token", "output": "y", "gate": "finite", "found": 1.0, "limit": 0.0,
+    "passed": False, "note": "",
+}  # fmt: skip
+
+
+def said(monkeypatch: pytest.MonkeyPatch, tiny: Shapes, *lines: str | bytes) -> Trial:
+    """A trial whose child writes these lines and ends well."""
+
+    def child(module: str, request: str, deadline: float, take: Any, **how: Any) -> Ended:
+        for line in lines:
+            if not taken(line if isinstance(line, bytes) else line.encode(), take):
+                return Ended(code=-9, late=False, spoiled=True, output="")
+        return Ended(code=0, late=False, spoiled=False, output="")
+
+    monkeypatch.setattr("workbench.kernels.trial.run_child", child)
+    return tried(norm("return y"), tiny)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "", "\n", "5", "null", "[1, 2]", "{}", "{", b"\xff\xfe", "[" * 100_000, "9" * 5000,
+        '{"verdict": NaN}', '{"progress": 5}', '{"error": {"a": [1]}}', '{"untimed": 7}',
+        '{"status": "passed"}', '{"progress": "a", "verdict": {}}', '{"timing": "x"}',
+        json.dumps({"timing": {"op": "rms_norm", "variant": "mine", "microseconds": 1.0}}),
+        *(
+            json.dumps({"verdict": PASSED | change})
+            for change in (
+                {"op": []}, {"op": "softcap"}, {"variant": None}, {"variant": "yours"},
+                {"status": "banana"}, {"status": ["passed"]}, {"status": "refused"},
+                {"passed": False}, {"passed": 1}, {"gate": 3}, {"reason": None}, {"cases": True},
+                {"cases": -1}, {"cases": 2.5}, {"max_error": "0"}, {"max_error": float("inf")},
+                {"max_error": 10**400}, {"seconds": None}, {"failed": 5}, {"failed": [5]},
+                {"failed": [{}]}, {"more": 1}, {"failed": [FAILED | {"found": "x"}]},
+                {"failed": [FAILED | {"passed": True}]}, {"failed": [FAILED | {"limit": False}]},
+            )
+        ),
+        *(
+            json.dumps({"verdict": {k: v for k, v in PASSED.items() if k != lost}})
+            for lost in PASSED
+        ),
+        json.dumps({"verdict": {}}), json.dumps({"verdict": [PASSED]}),
+    ],
+)  # fmt: skip
+def test_anything_else_counts_as_a_crash(
+    line: str | bytes, monkeypatch: pytest.MonkeyPatch, tiny: Shapes
+) -> None:
+    for before in ((), (json.dumps({"verdict": PASSED}),)):
+        found = said(monkeypatch, tiny, *before, line)
+        assert found.status == "crashed", found
+        assert "wrote something that is no verdict" in found.error
+        assert found.verdict is not None
+        assert not found.verdict.passed
+        json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_what_is_well_formed_is_believed(monkeypatch: pytest.MonkeyPatch, tiny: Shapes) -> None:
+    """And what is refused stays refused, whatever is said after it."""
+    passed, refused = (json.dumps({"verdict": v}) for v in (PASSED, REFUSED | {"failed": [FAILED]}))
+    assert said(monkeypatch, tiny, '{"progress": "x"}', passed, '{"untimed": "y"}').passed
+    for lines in ((refused, passed), (passed, refused), (refused, "garbage")):
+        found = said(monkeypatch, tiny, *lines)
+        assert (found.status, found.gate) == ("refused", "finite")
+        assert found.verdict is not None
+        assert found.verdict.to_dict() == REFUSED | {"failed": [FAILED]}
+    odd = said(monkeypatch, tiny, '{"error": "\\udc80 bad\\n\\n second"}')
+    assert odd.error == "? bad second", "half a character and a second line are taken out"
+
+
+def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    """Killed without a chance to clean up: no process is left, and no file."""
+    note, scratch = tmp_path / "pid", tmp_path / "scratch"
+    scratch.mkdir()
+    # The module "code" runs what it is sent, line by line (and would print a value: an answer).
+    request = (
+        f"import os, time; n = open({str(note)!r} + '.part', 'w').write(str(os.getpid())); "
+        f"os.rename({str(note)!r} + '.part', {str(note)!r}); time.sleep(600)\n"
+    )
+    source = (
+        "import time; from workbench.kernels.child import run_child\n"
+        f"run_child('code', {request!r}, time.monotonic() + 600, lambda message: True)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", source], env=os.environ | {"TMPDIR": str(scratch)}
+    )
+    end = time.monotonic() + 60
+    while not note.exists() and parent.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    parent.send_signal(signal.SIGTERM)
+    parent.wait()
+    assert gone(int(note.read_text()))
+    assert list(scratch.iterdir()) == []
+
+
+def result(**change: Any) -> str:
+    made = {"kernel": "k", "target": "sm_90", "registers": 32, "seconds": 1.0, "features": ("mma",)}
+    fields = triton_compile.Compiled(job="mine", **made).to_dict()  # type: ignore[arg-type]
+    return json.dumps({"result": fields | change})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]", "{}", "nonsense", "[" * 100_000, '{"done": "yours"}', '{"result": {}}',
+        '{"result": 7}',
+        result(job="yours"), result(registers="many"), result(registers=True), result(kernel=None),
+        result(registers=1.5), result(seconds=float("nan")), result(seconds=10**400),
+        result(features="mma"), result(features=[1]), result(constants=[]), result(error=3),
+        result(constants={"B": 1}), result(more=1),
+    ],
+)  # fmt: skip
+def test_what_is_no_compiled_kernel(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs the job that was running, and the next goes on in another child."""
+    runs = iter(((result(), line), ('{"done": "next"}',)))
+
+    def child(module: str, request: str, deadline: float, take: Any, **how: Any) -> Ended:
+        fine = all(taken(each.encode(), take) for each in next(runs))
+        return Ended(code=0, late=False, spoiled=not fine, output="")
+
+    monkeypatch.setattr(triton_compile, "run_child", child)
+    jobs = [triton_compile.Job(name=name, call="x:y") for name in ("mine", "next")]
+    found = triton_compile.compile_in_child(jobs, 60)
+    assert [(c.job, c.registers, c.error) for c in found] == [
+        ("mine", 32, None),
+        ("mine", None, "the compiling process wrote something that is no result"),
+    ]
 
 
 # status, gate, and what the error says
 BAD: dict[str, tuple[str, str, str, str]] = {
+    "no Python": ("def mine(:\n", "raised", "", "SyntaxError: "),
+    "a requirement that fails": (
+        norm("return y").replace('"mine")', '"mine", requires=[lambda where: 1 / 0])'),
+        "unavailable", "", "its requirement <lambda> failed: ZeroDivisionError: division by zero",
+    ),
     "wrong dtype": (norm("return y.float()"), "refused", "dtype", "torch.float32 where"),
     "NaN": (norm("y[-1, -1] = float('nan')\nreturn y"), "refused", "finite", "1 of"),
     "not written": (norm("return torch.empty_like(y)"), "refused", "unwritten", "not written"),
@@ -291,8 +472,8 @@ BAD: dict[str, tuple[str, str, str, str]] = {
     "raises at call": (norm("raise ValueError('no luck')"), "raised", "", "ValueError: no luck"),
     "raises at import": (norm("return y", "1 / 0"), "raised", "", "ZeroDivisionError"),
     "exits at import": (norm("return y", "sys.exit(3)"), "raised", "", "SystemExit: 3"),
-    "exits at call": (norm("sys.exit(3)"), "crashed", "", "exit code 3, while checking 0 of 5"),
-    "exits as if well": (norm("sys.exit()"), "crashed", "", "exit code 0, while checking"),
+    "exits at call": (norm("sys.exit(3)"), "raised", "", "1 token, bfloat16: SystemExit: 3"),
+    "exits as if well": (norm("os._exit(0)"), "crashed", "", "exit code 0, while checking"),
     "exits hard": (norm("os._exit(7)"), "crashed", "", "exit code 7, while checking 0 of 5"),
     "breaks after it passed": (
         norm("return y", "import atexit\natexit.register(os.kill, os.getpid(), signal.SIGSEGV)"),
@@ -323,9 +504,10 @@ def test_what_is_wrong_is_said(case: str, tiny: Shapes) -> None:
     assert found.compiled == ()
     assert found.timing is None
     assert registry.selection() == ()
-    kept = ledger.verdict("rms_norm", "mine")
-    assert kept is not None
+    assert found.verdict is not None
+    kept = found.verdict
     assert (kept.status, kept.gate, kept.reason) == (status, gate, found.error)
+    assert ledger.verdict("rms_norm", "mine") is None, "the source was not the registered one's"
     json.dumps(found.to_dict(), allow_nan=False)
 
 
@@ -394,27 +576,34 @@ def test_a_torch_variant_is_timed_and_not_compiled(tiny: Shapes) -> None:
 @pytest.mark.full
 def test_a_variant_that_is_replaced_during_its_trial(tiny: Shapes) -> None:
     """The verdict is on what was registered when the trial began."""
-    own()
-    found = tried(
-        norm("return y"), tiny, on_progress=lambda said: own() if said == "importing" else None
-    )
+    with cell(norm("return y"), "/tmp/ipykernel_4242/5.py"):
+        found = trial(
+            "rms_norm", "mine", tiny, **FEW,
+            on_progress=lambda said: own() if said == "importing" else None,
+        )  # fmt: skip
     assert found.passed
     assert ledger.verdict("rms_norm", "mine") is None
 
 
+def test_a_verdict_is_kept_for_the_source_that_was_tried(
+    monkeypatch: pytest.MonkeyPatch, tiny: Shapes
+) -> None:
+    """Other code under the same name vouches for nothing."""
+    passed = json.dumps({"verdict": PASSED})
+    text = norm("return 2 * y")
+    with cell(text, "/tmp/ipykernel_4242/77.py"):
+        assert said(monkeypatch, tiny, passed).passed  # of other source
+        assert ledger.verdict("rms_norm", "mine") is None
+        assert trial("rms_norm", "mine", tiny, source=text, **FEW).passed
+        assert ledger.verdict("rms_norm", "mine") is not None
+        registry.register("rms_norm", "mine")(registry.find("rms_norm", "mine").function)
+        assert trial("rms_norm", "mine", tiny, **FEW).passed
+        kept = ledger.verdict("rms_norm", "mine")
+        assert kept is not None
+        assert kept.passed
+
+
 # -- where the source comes from ----------------------------------------------------------------
-
-
-@contextmanager
-def cell(text: str, name: str) -> Iterator[dict[str, Any]]:
-    """Run a cell as IPython does: compiled under its own file name, lines in linecache."""
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"__name__": "__main__"}
-    try:
-        exec(compile(text, name, "exec"), space)
-        yield space
-    finally:
-        del linecache.cache[name]
 
 
 @pytest.mark.parametrize(
@@ -462,11 +651,12 @@ def test_source_that_is_not_to_be_had(tiny: Shapes) -> None:
         ("rms_norm", "nobody", {"source": None}, "there is no variant 'nobody' of rms_norm"),
         ("rms_norm", "../mine", {}, "identifier"),
         ("rms_norm", "", {}, "identifier"),
+        ("rms_norm", "a" * 61, {}, "at most 60 characters, and a{20}… has 61"),
         ("rms_norm", "torch", {}, "torch of rms_norm comes with the workbench"),
         ("rms_norm", "triton", {"source": None}, "comes with the workbench"),
         *(
             ("rms_norm", "mine", {"seconds": s}, "seconds must be a number more than 0")
-            for s in (0, -1, float("nan"), float("inf"), "60", None)
+            for s in (0, -1, float("nan"), float("inf"), 1e300, 10**400, True, "60", None)
         ),
         *(
             ("rms_norm", "mine", {"tokens": t}, "tokens must be one or more whole numbers above 0")

@@ -580,10 +580,10 @@ def test_self_test_passes_and_names_what_is_wrong(monkeypatch: pytest.MonkeyPatc
         return (values.view(np.uint32) >> 16).astype(np.uint16)
 
     with monkeypatch.context() as patch:
-        patch.setattr(triton_interpreter, "_f32_to_bf16", truncate)
+        patch.setattr(triton_interpreter, "f32_to_bf16", truncate)
         assert "BF16 casts" in triton_interpreter.self_test()
     with monkeypatch.context() as patch:
-        patch.setitem(triton_interpreter._FP8, "fp8e4nv", (3, 8, 448.0, E4M3))
+        patch.setitem(triton_interpreter.FP8, "fp8e4nv", (3, 8, 448.0, E4M3))
         assert triton_interpreter.self_test() == "FP8 e4m3 casts"
 
 

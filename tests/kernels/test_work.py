@@ -26,8 +26,10 @@ def outputs(case: Case) -> dict[str, Tensor]:
     return case.call(OPERATIONS[case.op].reference)
 
 
-def case_of(op: str, shapes: Shapes, tokens: int, dtype: torch.dtype, flavour: str) -> Case:
-    request = Request(shapes=shapes, tokens=tokens, dtype=dtype, flavour=flavour)
+def case_of(
+    op: str, shapes: Shapes, tokens: int, dtype: torch.dtype, flavour: str, **how: Any
+) -> Case:
+    request = Request(shapes=shapes, tokens=tokens, dtype=dtype, flavour=flavour, **how)
     return OPERATIONS[op].case(request)
 
 
@@ -70,8 +72,8 @@ def needed(case: Case) -> float:
             packed, _, positions, rope, k, _, rows = a
             q_and_kv = packed[:, : out["q"].shape[1] * out["q"].shape[2] + 2 * k[0].numel()]
             # The work is that of n tokens that are all written, which is what a step does.
-            cache = 2 * len(rows) * k[0].numel() * k.element_size()
-            positions_rows = tensors(positions, rows)
+            cache = 2 * len(positions) * k[0].numel() * k.element_size()
+            positions_rows = tensors(*(x for x in (positions, rows) if x is not None))
             return (
                 sized(q_and_kv) + sized(out["q"]) + cache + rope_rows(case, positions, rope)
                 + positions_rows
@@ -128,9 +130,11 @@ def test_nothing_is_no_work(op: str, flavour: str, tiny: Shapes) -> None:
 @pytest.mark.parametrize("flavour", OPERATIONS["decode_attention"].flavours)
 @pytest.mark.parametrize("tokens", [1, 8, 24])
 def test_flops_of_decode_attention(flavour: str, tokens: int, tiny: Shapes) -> None:
-    case = case_of("decode_attention", tiny, tokens, BF16, flavour)
-    q = case.args[0]
-    assert case.work.flops == 4 * visible(case)[1] * q.shape[2] * q.shape[3]
+    for extreme in (False, True):  # with a sequence that has just begun
+        case = case_of("decode_attention", tiny, tokens, BF16, flavour, extreme=extreme)
+        q = case.args[0]
+        assert case.work.flops == 4 * visible(case)[1] * q.shape[2] * q.shape[3]
+        assert case.work.bytes == needed(case)
 
 
 @pytest.mark.parametrize("flavour", OPERATIONS["prefill_attention"].flavours)

@@ -6,6 +6,7 @@ refusal that does not say why helps nobody.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,53 @@ def test_no_tensors(op: str, result: Any, verdict_of: Judge) -> None:
     assert ("None" if result is None else type(result).__name__) in verdict.reason
 
 
+@pytest.mark.parametrize("op", RETURNING)
+def test_tensors_in_a_list_or_one_in_a_tuple(op: str, verdict_of: Judge) -> None:
+    """The model takes what is documented: it would index a list by its rows."""
+    right = OPERATIONS[op].reference
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        found = right(*args, **kwargs)
+        return list(found) if isinstance(found, tuple) else (found,)
+
+    verdict = verdict_of(op, wrapped)
+    assert (verdict.status, verdict.gate) == ("raised", "result")
+    assert "a list of 2" in verdict.reason or "a tuple of 1" in verdict.reason
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (GeneratorExit(), "GeneratorExit"),
+        (UnspeakableError(), "UnspeakableError: (its message cannot be made: RuntimeError)"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_whatever_is_raised_is_a_verdict(
+    error: BaseException, words: str, verdict_of: Judge
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise error
+
+    verdict = verdict_of("rms_norm", broken)
+    assert verdict.status == "raised"
+    assert words in verdict.reason
+
+
+def test_ctrl_c_is_not_a_verdict(verdict_of: Judge) -> None:
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        verdict_of("rms_norm", interrupted)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_a_kernel_that_raises(op: str, verdict_of: Judge) -> None:
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -194,12 +242,14 @@ def test_an_input_that_is_changed(op: str, verdict_of: Judge) -> None:
 
 
 def test_an_input_whose_rows_are_swapped(verdict_of: Judge) -> None:
-    def spoil(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = reference.rms_norm(x, weight, eps)
-        x.copy_(x.flip(0))
-        return y
+    for dim in (0, 1):  # a row may also be reversed or sorted in itself
 
-    refused(verdict_of("rms_norm", spoil), "inputs")
+        def spoil(x: Tensor, weight: Tensor, eps: float, dim: int = dim) -> Tensor:
+            y = reference.rms_norm(x, weight, eps)
+            x.copy_(x.flip(dim))
+            return y
+
+        refused(verdict_of("rms_norm", spoil), "inputs")
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op not in ("router", "selector_walk")])
@@ -214,6 +264,138 @@ def test_one_row_of_another_token(op: str, verdict_of: Judge) -> None:
         refused(verdict_of(op, shift), "relative error")
     else:
         refused(verdict_of(op, changed(op, lambda y: y.roll(1, -1))), "relative error")
+
+
+def beside_the_gate(o: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
+    """Zeroes q, k and v, which lie before the gate in the packed projection."""
+    y = reference.output_gate(o, gate, bias)
+    before = gate.storage_offset()
+    gate.as_strided((gate.shape[0], before), (gate.stride(0), 1), 0).zero_()
+    return y
+
+
+def beside_a_strided_row(x: Tensor, weight: Tensor) -> Tensor:
+    y = reference.qkvg(x, weight)
+    if x.shape[0] and not x.is_contiguous():
+        x.as_strided((1,), (1,), x.shape[1]).zero_()
+    return y
+
+
+def moves_positions(q: Tensor, k: Tensor, v: Tensor, reach: Reach, **scales: float) -> Tensor:
+    o = reference.decode_attention(q, k, v, reach, **scales)
+    reach.first.add_(1)
+    return o
+
+
+def narrows_the_window(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    o = reference.prefill_attention(q, k, v, spans)
+    spans.window = None if spans.window is None else spans.window - 1
+    return o
+
+
+def moves_a_start(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    o = reference.prefill_attention(q, k, v, spans)
+    spans.k_starts[-1] -= 1
+    return o
+
+
+def rescales(*args: Any, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    OPERATIONS["context_kv_write"].reference(*args, k_scale=k_scale, v_scale=v_scale)
+    if v_scale is not None:
+        v_scale.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("op", "mutant", "where"),
+    [
+        ("output_gate", beside_the_gate, "argument 1"),
+        ("qkvg", beside_a_strided_row, "argument 0"),
+        ("decode_attention", moves_positions, "argument 3 (first)"),
+        ("prefill_attention", narrows_the_window, "argument 3 (window)"),
+        ("prefill_attention", moves_a_start, "argument 3 (k_starts)"),
+        ("context_kv_write", rescales, "argument v_scale"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_memory_around_an_input_or_inside_what_describes_it(
+    op: str, mutant: Kernel, where: str, verdict_of: Judge
+) -> None:
+    verdict = verdict_of(op, mutant)
+    refused(verdict, "inputs")
+    assert where in verdict.reason
+
+
+@pytest.mark.parametrize("op", ["boundary", "softcap", "router", "decode_attention"])
+def test_an_output_that_a_later_call_overwrites(op: str, verdict_of: Judge) -> None:
+    right, kept = OPERATIONS[op].reference, {}
+
+    def static(*args: Any, **kwargs: Any) -> Any:
+        found = right(*args, **kwargs)
+        several = found if isinstance(found, tuple) else (found,)
+        key = tuple((x.shape, x.dtype) for x in several)
+        held = kept.setdefault(key, several)
+        for x, new in zip(held, several, strict=True):
+            x.copy_(new)
+        return held if isinstance(found, tuple) else held[0]
+
+    refused(verdict_of(op, static), "own output")
+
+
+def test_a_weight_that_is_known_by_its_address(verdict_of: Judge) -> None:
+    """What it is after training, or under an adapter, is not what it was."""
+    kept: dict[Any, Tensor] = {}
+
+    def mutant(x: Tensor, weight: Tensor) -> Tensor:
+        held = kept.setdefault((weight.data_ptr(), weight.dtype), weight.clone())
+        kept.setdefault((id(weight), weight.dtype), weight)  # it must not be another's address
+        return reference.qkvg(x, held)
+
+    refused(verdict_of("qkvg", mutant), "relative error")
+
+
+@pytest.mark.parametrize("op", ["qkvg", "decode_attention", "boundary"])
+def test_rows_whose_numbers_lie_apart(op: str, verdict_of: Judge) -> None:
+    refused(verdict_of(op, changed(op, lambda y: y.mT.contiguous().mT)), "layout")
+
+
+STATE: dict[str, Callable[[], object]] = {
+    "the grad mode": lambda: torch.set_grad_enabled(False),
+    "the default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "the default device": lambda: torch.set_default_device("meta"),
+    "autocast on cpu": lambda: torch.set_autocast_enabled("cpu", True),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "the precision of float32 products": lambda: torch.set_float32_matmul_precision("medium"),
+    "the number of threads": lambda: torch.set_num_threads(2),
+    "the default random generator": lambda: torch.rand(1),
+}
+
+
+@pytest.mark.parametrize("what", STATE)
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_process_that_is_left_changed(what: str, raises: bool, verdict_of: Judge) -> None:
+    def mutant(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = reference.rms_norm(x, weight, eps)
+        STATE[what]()
+        if raises:
+            raise RuntimeError("after it")
+        return y
+
+    def now() -> list[Any]:
+        return [
+            torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(),
+            torch.is_autocast_enabled("cpu"), torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(), torch.get_num_threads(),
+            torch.get_rng_state().tolist(),
+        ]  # fmt: skip
+
+    before = now()
+    verdict = verdict_of("rms_norm", mutant)
+    assert now() == before, "it is put back"
+    if raises:
+        assert (verdict.status, verdict.reason[-8:]) == ("raised", "after it")
+    else:
+        refused(verdict, "state")
+        assert what in verdict.reason
 
 
 STRIDED = [op for op in OPS if op != "selector_walk"]  # none of its arguments has strided rows
@@ -231,10 +413,209 @@ def test_strided_rows_read_as_contiguous(op: str, verdict_of: Judge) -> None:
         args_[place] = x.as_strided(x.shape, plain, x.storage_offset())
         return right(*args_, **kwargs)
 
-    verdict = verdict_of(op, mutant)
+    verdict = verdict_of(op, mutant, tokens=(7,))
     gates = ("relative error", "worst row", "worst element", "choice", "weights")
     refused(verdict, *gates)
     assert "strided" in verdict.reason, "every other case is contiguous"
+
+
+# -- what only some inputs show -----------------------------------------------------------------
+
+
+def of(op: str, **places: Any) -> Kernel:
+    """The reference of ``op`` with arguments, by place or by name, of its own choice."""
+    right = OPERATIONS[op].reference
+
+    def mutant(*args: Any, **kwargs: Any) -> Any:
+        own = list(args)
+        for name, value in places.items():
+            if name[0] == "a" and name[1:].isdigit():
+                own[int(name[1:])] = value(own[int(name[1:])]) if callable(value) else value
+            elif name in kwargs:
+                kwargs[name] = value
+        return right(*own, **kwargs)
+
+    return mutant
+
+
+def first_rows(op: str, rows: int) -> Kernel:
+    def cut(y: Tensor) -> Tensor:
+        y = y.clone()
+        y[rows:] = 0
+        return y
+
+    return changed(op, cut)
+
+
+def alone_without_window(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    if spans.uniform:
+        spans = Spans(spans.q_lengths, spans.k_lengths, None)
+    return reference.prefill_attention(q, k, v, spans)
+
+
+def alike_as_one(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    if spans.uniform:
+        spans = Spans([sum(spans.q_lengths)], [sum(spans.k_lengths)], spans.window)
+    return reference.prefill_attention(q, k, v, spans)
+
+
+def window_of_256(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    window = None if spans.window is None else 256
+    return reference.prefill_attention(q, k, v, Spans(spans.q_lengths, spans.k_lengths, window))
+
+
+def nothing_after_900_keys(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    o = reference.prefill_attention(q, k, v, spans)
+    return torch.zeros_like(o) if max(spans.k_lengths) > 900 else o
+
+
+def at_most_600_keys(q: Tensor, k: Tensor, v: Tensor, reach: Reach, **scales: float) -> Tensor:
+    if reach.window is None:
+        reach = Reach(reach.slots, reach.first.clamp(max=599), span=reach.span, window=None)
+    return reference.decode_attention(q, k, v, reach, **scales)
+
+
+def first_slot_for_all(q: Tensor, k: Tensor, v: Tensor, reach: Reach, **scales: float) -> Tensor:
+    if q.shape[1] == 1:
+        return reference.decode_attention(q, k, v, reach, **scales)
+    one = Reach(reach.slots[:1], reach.first[:1], span=reach.span, window=reach.window)
+    return torch.cat([reference.decode_attention(x[None], k, v, one, **scales) for x in q])
+
+
+def zeros_at_the_start(q: Tensor, k: Tensor, v: Tensor, reach: Reach, **scales: float) -> Tensor:
+    o = reference.decode_attention(q, k, v, reach, **scales)
+    return o * (reach.first >= 4)[:, None, None, None]
+
+
+def without_maximum(
+    q: Tensor, k: Tensor, v: Tensor, reach: Reach, *, k_scale: float = 1.0, v_scale: float = 1.0
+) -> Tensor:
+    seen = reach.visible(q.shape[1], k.shape[1])[:, :, None]  # [B, T, 1, span]
+    keys, values = (
+        (x[reach.slots, : reach.span].float() * scale).repeat_interleave(
+            q.shape[2] // k.shape[2], 2
+        )
+        for x, scale in ((k, k_scale), (v, v_scale))
+    )
+    scores = torch.einsum("btad,bsad->btas", q.float(), keys) / math.sqrt(q.shape[-1])
+    power = torch.where(seen, torch.exp(scores), 0.0)
+    o = torch.einsum("btas,bsad->btad", power / power.sum(-1, keepdim=True), values)
+    return o.to(q.dtype)
+
+
+def no_rows_nowhere(packed: Tensor, norm: Tensor, at: Tensor, rope: Tensor, *rest: Any, **how: Any):  # type: ignore[no-untyped-def]
+    k_rows, v_rows, rows = rest
+    if rows is None:
+        k_rows, v_rows = k_rows.clone(), v_rows.clone()
+    return reference.qkv_write(packed, norm, at, rope, k_rows, v_rows, rows, **how)
+
+
+def own_angles(rope: Tensor) -> Tensor:
+    return reference.rope_table(rope.shape[0], rope.shape[1], 1e4, "cpu")
+
+
+def overflowing(x: Tensor) -> Tensor:
+    """A sigmoid as e / (1 + e)."""
+    e = torch.exp(x.float())
+    return e / (1 + e)
+
+
+def gated(o: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
+    return (o.float() * overflowing(gate.float() + bias.float()[:, None])).to(o.dtype)
+
+
+def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = F.linear(x, gate_up).float().chunk(2, -1)
+    return F.linear((gate * overflowing(gate) * up).to(x.dtype), down)
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, w: Tensor, scale: float):  # type: ignore[no-untyped-def]
+    gate, up = torch.einsum("nh,ekh->nek", x, gate_up).float().chunk(2, -1)
+    act = (gate * overflowing(gate) * up).to(x.dtype)
+    table = torch.zeros(x.shape[0], gate_up.shape[0]).scatter(1, ids, w)
+    return torch.einsum("nei,eih,ne->nh", act, down, table.to(x.dtype)) * scale
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    e = torch.exp(2 * logits.float() / cap)
+    return (e - 1) / (e + 1) * cap
+
+
+def eight_an_expert(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, w: Tensor, scale: float):  # type: ignore[no-untyped-def]
+    w = w.clone()
+    for expert in ids.unique().tolist():
+        token, place = torch.where(ids == expert)
+        w[token[8:], place[8:]] = 0
+    return reference.expert_mlp(x, gate_up, down, ids, w, scale)
+
+
+def warm(temperature: Tensor) -> Tensor:
+    return torch.where(temperature > 0, 0.7, temperature)
+
+
+MIDDLE = (51**-0.5, (50 / 51) ** 0.5)
+SUBTLE: list[tuple[str, str, Kernel, str, str]] = [
+    # operation, what is wrong, kernel, gate, where it must have shown
+    ("boundary", "the factors of one layer", of("boundary", a3=MIDDLE), "relative error", ""),
+    ("boundary", "no eps", of("boundary", a5=0.0), "finite", ""),
+    ("rms_norm", "no eps", of("rms_norm", a2=0.0), "relative error", ""),
+    ("rms_norm", "eps of one model", of("rms_norm", a2=1e-6), "relative error", "extreme"),
+    ("qkv_write", "no eps", of("qkv_write", eps=0.0), "relative error", ", q"),
+    ("context_kv_write", "no eps", of("context_kv_write", a7=0.0), "relative error", ", k"),
+    ("conv_residual_norm", "no eps", of("conv_residual_norm", a5=0.0), "relative error", ", x"),
+    ("rms_norm", "16 rows", first_rows("rms_norm", 16), "relative error", "40 tokens"),
+    ("dynamic_conv", "two blocks", first_rows("dynamic_conv", 16), "relative error", "40 tokens"),
+    ("candidate_edges", "one request", first_rows("candidate_edges", 1), "relative error", ""),
+    ("expert_mlp", "a capacity", eight_an_expert, "relative error", "40 tokens"),
+    ("qkv_write", "rows are None", no_rows_nowhere, "relative error", "sequence"),
+    ("qkv_write", "its own angles", of("qkv_write", a3=own_angles), "relative error", "sliding"),
+    ("qkv_write", "scales", of("qkv_write", k_scale=0.02, v_scale=0.03), "relative error", "fp8"),
+    ("decode_attention", "scales", of("decode_attention", k_scale=0.02), "relative error", "fp8"),
+    ("decode_attention", "one slot", first_slot_for_all, "relative error", "verify"),
+    ("decode_attention", "the start", zeros_at_the_start, "relative error", "extreme"),
+    ("decode_attention", "long contexts", at_most_600_keys, "relative error", "after 1500"),
+    ("decode_attention", "large scores", without_maximum, "finite", "extreme"),
+    ("prefill_attention", "one whole sequence", alone_without_window, "relative error", "sliding"),
+    ("prefill_attention", "several alike", alike_as_one, "relative error", "batch"),
+    ("prefill_attention", "one window", window_of_256, "relative error", "extreme"),
+    ("prefill_attention", "long contexts", nothing_after_900_keys, "relative error", "after 1500"),
+    ("output_gate", "large gates", gated, "finite", "extreme"),
+    ("dense_mlp", "large gates", mlp, "finite", "extreme"),
+    ("expert_mlp", "large gates", experts, "finite", "extreme"),
+    ("softcap", "large logits", capped, "finite", "extreme"),
+    ("softcap", "clipped", of("softcap", a0=lambda x: x.clamp(-90, 90)), "relative error", ""),
+    ("softcap", "the cap of one model", of("softcap", a1=30.0), "relative error", ""),
+    ("expert_mlp", "the factor of one model", of("expert_mlp", a5=2.5), "relative error", ""),
+    ("expert_mlp", "weights", of("expert_mlp", a4=lambda w: w / w.sum(-1)[:, None]),
+     "relative error", ""),
+    ("router", "renormalised", of("router", renormalise=True), "weights", ""),
+    ("router", "not renormalised", of("router", renormalise=False), "weights", ""),
+    ("selector_walk", "one temperature", of("selector_walk", a2=warm), "choice", "sampled"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "mutant", "gate", "where"),
+    [pytest.param(op, *rest, id=f"{op}: {what}") for op, what, *rest in SUBTLE],
+)
+def test_what_only_some_inputs_show(
+    op: str, mutant: Kernel, gate: str, where: str, verdict_of: Judge
+) -> None:
+    verdict = verdict_of(op, mutant)
+    refused(verdict, gate)
+    assert where in verdict.reason
+
+
+def test_groups_of_another_number(verdict_of: Judge) -> None:
+    """Four of eight groups at all times."""
+
+    def mutant(*args: Any, topk_group: int, **how: Any) -> Any:
+        topk_group = 4 if how["n_group"] == 8 else topk_group
+        return reference.router(*args, topk_group=topk_group, **how)
+
+    verdict = verdict_of("router", mutant)
+    refused(verdict, "choice")
+    assert "groups" in verdict.reason
 
 
 # -- mistakes of one operation ------------------------------------------------------------------

@@ -23,7 +23,13 @@ from workbench.kernels.reference import boundary, rms_norm, softcap
 from workbench.kernels.registry import Selection, register, rules, use
 from workbench.model.beam import Beam
 from workbench.model.checkpoint import load
-from workbench.model.swap import BFLOAT16_MULTIPLE, FLOAT32_LIMIT, Comparison, compare
+from workbench.model.swap import (
+    BFLOAT16_LIMIT,
+    BFLOAT16_MULTIPLE,
+    FLOAT32_LIMIT,
+    Comparison,
+    compare,
+)
 
 from .conftest import Small
 
@@ -201,10 +207,52 @@ def test_bfloat16_is_held_against_float32(
     assert same.relative_error == 0
 
 
-def test_bfloat16_alone_has_nothing_to_be_held_against(half: Beam, prompt: list[int]) -> None:
-    found = run(half, (), (), prompt, new_tokens=0)
-    assert found.limit == math.inf
+def test_bfloat16_alone_is_held_to_a_fixed_limit(
+    beam: Beam, half: Beam, prompt: list[int], wrong: Selection
+) -> None:
+    @register("rms_norm", "longer")
+    def longer(x: Any, weight: Any, eps: float) -> Any:
+        return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
+
+    found = run(half, (), rules(rms_norm="longer"), prompt, new_tokens=0)
+    assert found.limit == BFLOAT16_LIMIT == 3e-2
+    assert "no float32 model" in found.limit_from
     assert found.own_error is found.against_exact is None
+    assert found.passed
+    assert not run(half, (), wrong, prompt).passed
+    assert "fixed" in run(beam, (), (), prompt, new_tokens=0).limit_from
+    assert "A's own error" in run(half, (), (), prompt, new_tokens=0, exact=beam).limit_from
+
+
+def spoiled(rows: slice, by: float) -> Selection:
+    """A softcap that is wrong in these rows of a prompt."""
+
+    @register("softcap", "spoiled")
+    def spoil(logits: Any, cap: float) -> Any:
+        out = softcap(logits, cap)
+        out[rows] *= by
+        return out
+
+    return rules(softcap="spoiled")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 beside float32"])
+def test_a_median_hides_no_wrong_positions(
+    dtype: str, beam: Beam, half: Beam, model: Small
+) -> None:
+    """Of 50 positions five may be far off, where experts swap at a near tie; more may not."""
+    which, exact = (beam, None) if dtype == "float32" else (half, None)
+    exact = beam if "beside" in dtype else exact
+    tokens = (model.tokens * 50)[:50]
+    few = 1 if exact else 5  # beside float32 more of them would move the median as well
+    for wrong, passes in ((slice(0, 16), False), (slice(0, 6), False), (slice(0, few), True)):
+        found = run(which, (), spoiled(wrong, 3.0), tokens, new_tokens=0, exact=exact)
+        assert found.decided
+        assert found.far == wrong.stop
+        assert exact or found.relative_error <= found.limit
+        assert found.passed == passes
+    none = run(which, (), spoiled(slice(0, 1), math.nan), tokens, new_tokens=0, exact=exact)
+    assert (none.far, none.passed) == (1, False)
 
 
 def test_both_sides_decode_the_tokens_of_a(beam: Beam, prompt: list[int], wrong: Selection) -> None:
@@ -384,7 +432,8 @@ def test_as_json(beam: Beam, half: Beam, prompt: list[int], wrong: Selection) ->
         values = json.loads(json.dumps(found.to_dict(), allow_nan=False))
         assert values["per_position"] == list(found.per_position)
         assert values["passed"] is found.passed
-        assert values["limit"] == (found.limit if math.isfinite(found.limit) else None)
+        assert (values["limit"], values["far"]) == (found.limit, found.far)
+        assert values["limit_from"] == found.limit_from != ""
         assert values["b"]["kernels"] == [row.to_dict() for row in found.b.rows]
 
 

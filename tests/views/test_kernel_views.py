@@ -14,10 +14,10 @@ from workbench.errors import WorkbenchError
 from workbench.files import read_json
 from workbench.kernels import ledger, reference, registry
 from workbench.kernels.check import Verdict
-from workbench.kernels.registry import Resolved
 from workbench.kernels.results import PACKAGED, BenchResult, BenchRow
 from workbench.kernels.roofline import Rates, data_sheet_rates
 from workbench.kernels.shapes import Shapes
+from workbench.kernels.tables import Resolved
 from workbench.kernels.trial import Trial
 from workbench.kernels.triton_compile import Compiled
 from workbench.model.beam import Beam
@@ -77,8 +77,8 @@ def test_operations_have_the_bytes_and_times_worked_out_here() -> None:
     moved = 2 * (rows * width + 8 * (rows + width))
     assert f"{moved / 1e6:.3g} MB" in line
     assert f"{2 * 8 * rows * width / 1e6:.3g} M" in line
-    assert f"{moved / 2e12 * 1e6:.2f} µs, memory" in line
-    assert "measured here rates of GPU" in lines[0]
+    assert line.split()[-3:] == [f"{moved / 2e12 * 1e6:.3g}", "µs", "memory"]
+    assert "the rates of GPU (measured here)" in lines[0]
 
 
 def test_a_trial_shows_its_stages_and_why_it_was_refused() -> None:
@@ -142,7 +142,8 @@ def comparison(**values: Any) -> Comparison:
         "a": replace(side, step_seconds=(0.010, 0.030, 0.020)),
         "b": replace(side, name="B", step_seconds=(0.004, 0.006, 0.005)),
         "relative_error": 2e-5, "largest_difference": 0.1, "divergence": 3e-4, "limit": 1e-4,
-        "own_error": None, "against_exact": None, "tokens": ((5, 5), (7, 9)),
+        "limit_from": "fixed", "far": 0, "own_error": None, "against_exact": None,
+        "tokens": ((5, 5), (7, 9)),
         "margins": (1.0, 0.01), "slack": (0.5, 0.02), "per_position": (1e-5, 0.0, 2e-5, 3e-4),
     }  # fmt: skip
     return Comparison(**given | values)
@@ -164,6 +165,23 @@ def test_a_comparison_draws_errors_limit_tokens_and_times() -> None:
     assert "1 of 2 the same" in view.text
     assert "A 7, B 9, A's margin 0.01" in view.text
     assert "KL about 3e-04 nats" in view.text
+
+
+def test_what_equals_to_the_last_bit_is_no_error() -> None:
+    view = swap_comparison(comparison(per_position=(0.0, 0.0, 0.0, 0.0)))
+    assert set(view.figure.data[0].marker.symbol) == {"circle-open"}
+    words = [note.text for note in view.figure.layout.annotations]
+    assert any("none, equal to the last bit" in word for word in words)
+    some = swap_comparison(comparison()).figure
+    assert list(some.data[0].marker.symbol).count("circle-open") == 1
+
+
+def test_many_swapped_operations_are_counted_by_variant() -> None:
+    rows = [Resolved(op=op, layers="all", requested="triton", resolved="triton")
+            for op in ("qkvg", "router", "expert_mlp")]  # fmt: skip
+    rows.append(Resolved(op="boundary", layers="full", requested="vllm", resolved="vllm"))
+    text = swap_comparison(comparison(b=Side(name="B", rows=tuple(rows)))).text
+    assert "B: triton in 3 operations, boundary vllm (full)" in text
 
 
 def test_interpreted_kernels_show_no_speed() -> None:
@@ -249,12 +267,13 @@ def test_points_lie_where_bytes_flops_and_time_put_them(bench: BenchResult) -> N
     assert bench.source in view.text
     assert "recorded on H200 of a test, 2026-01-02 (torch 2.0, triton 3.0)" in view.text
     points = {
-        text: (x, y)
+        (text, trace.meta): (x, y)
         for trace in drawn(view, go.Scatter)
         for text, x, y in zip(trace.text, trace.x, trace.y, strict=True)
     }
-    assert set(points) == {"qkvg: torch", "qkvg: triton", "decode attention, full: triton"}
-    assert points["qkvg: triton"] == pytest.approx((2.0, 8e6 / 4e-6))
+    assert set(points) == {("qkvg", "torch"), ("qkvg", "triton"),
+                           ("decode_attention, full", "triton")}  # fmt: skip
+    assert points["qkvg", "triton"] == pytest.approx((2.0, 8e6 / 4e-6))
     roof = view.figure.data[0]
     knee = 4e14 / 2e12
     assert roof.x[1] == pytest.approx(knee)
@@ -269,22 +288,57 @@ def test_the_menu_shows_the_rows_of_its_entry(bench: BenchResult) -> None:
     other = menu.buttons[1].args[0]["visible"]
     assert len(other) == len(view.figure.data)
     names = [
-        text
+        (text, trace.meta)
         for trace, on in zip(view.figure.data, other, strict=True)
         if on and trace.text is not None
         for text in trace.text
     ]
-    assert names == ["qkvg: torch"]
-    chosen = kernel_rates.kernel_roofline(bench, tp=4, tokens=64)
+    assert names == [("qkvg", "torch")]
+    chosen = kernel_rates.kernel_roofline(bench, tokens=64)
     assert "TP4, 64 tokens" in chosen.text
     assert chosen.figure.layout.updatemenus[0].active == 1
 
 
+def test_one_rank_has_a_menu_of_its_own_and_near_counts_stand_for_each_other() -> None:
+    rows = [row("qkvg", "torch", 10.0, tp=tp, tokens=n) for tp in (8, 4) for n in (1, 7, 8, 64)]
+
+    def labels(**chosen: int) -> list[str]:
+        view = kernel_rates.kernel_fractions(result(*rows), **chosen)
+        return [b.label for b in view.figure.layout.updatemenus[0].buttons]
+
+    assert labels(tp=4) == ["TP4, 1 token", "TP4, 8 tokens", "TP4, 64 tokens"]
+    assert "TP4, 7 tokens" in labels(tp=4, tokens=7)
+    assert len(labels()) == 6
+
+
+def test_the_engines_time_over_each_variants_is_said() -> None:
+    rows = [row("qkvg", "triton", 4.0), row("qkvg", "vllm", 6.0), row("softcap", "triton", 4.0)]
+    lines = kernel_rates.kernel_fractions(result(*rows)).text.splitlines()
+    assert lines[1].endswith("× vllm")
+    assert lines[2].split()[-1] == "1.50"
+    assert lines[3].split()[-1] == "1.00"
+    assert lines[4].split()[-1] == "50%"  # nothing of the engine's to compare with
+
+
+def test_a_full_record_makes_figures_that_a_saved_notebook_can_hold() -> None:
+    rows = [
+        row(op, variant, 7.0 + n, flavour=flavour, tp=tp, tokens=tokens)
+        for op in (*kernel_pages.OPS, "dynamic_conv", "selector_walk")
+        for flavour in (("sliding", "full", "full fp8") if "attention" in op else ("",))
+        for n, variant in enumerate(("torch", "compile", "triton", "vllm", "vllm_fa3"))
+        for tp in (8, 4)
+        for tokens in (1, 7, 8, 64, 1024)
+    ]
+    for draw in (kernel_rates.kernel_roofline, kernel_rates.kernel_fractions):
+        bundle = draw(result(*rows), tp=8, tokens=8)._repr_mimebundle_()
+        assert len(json.dumps(bundle, indent=1)) < 75_000
+
+
 def test_all_kinds_of_inputs_and_the_drafter_when_asked_for(bench: BenchResult) -> None:
     text = kernel_rates.kernel_fractions(bench, every=True).text
-    assert "dynamic conv" in text
+    assert "dynamic_conv" in text
     assert "full fp8" in text
-    assert "dynamic conv" not in kernel_rates.kernel_fractions(bench).text
+    assert "dynamic_conv" not in kernel_rates.kernel_fractions(bench).text
 
 
 def test_bars_are_the_fractions_and_what_was_refused_has_none(bench: BenchResult) -> None:
@@ -292,19 +346,28 @@ def test_bars_are_the_fractions_and_what_was_refused_has_none(bench: BenchResult
     bars = {trace.name: trace for trace in drawn(view, go.Bar)}
     by = {name.split(">")[1].split("<")[0]: trace for name, trace in bars.items()}
     assert set(by) == {"torch", "triton"}
-    np.testing.assert_allclose(by["torch"].x, [0.2, np.nan], rtol=1e-6)
+    np.testing.assert_allclose(by["torch"].x, [0.2], rtol=1e-6)
     np.testing.assert_allclose(by["triton"].x, [0.5, 0.4], rtol=1e-6)
+    axis = view.figure.layout.yaxis
+    assert [word.split(">")[1].split("<")[0] for word in axis.ticktext] == [
+        "qkvg", "decode_attention, full"]  # fmt: skip
+    # Both bars of the first operation lie around its name, no bar on another.
+    assert (by["torch"].y[0] + by["triton"].y[0]) / 2 == pytest.approx(axis.tickvals[0])
+    assert by["triton"].y[1] == pytest.approx(axis.tickvals[1])
+    assert by["triton"].y[1] - by["triton"].y[0] > 1
     assert "mine" not in view.text
 
 
 def test_nothing_timed_is_said(bench: BenchResult) -> None:
     with pytest.raises(WorkbenchError, match="nothing passed"):
         kernel_rates.kernel_roofline(result(row("qkvg", "mine", None, status="refused")))
-    with pytest.raises(WorkbenchError, match="TP8, 8 tokens; TP4, 64 tokens"):
+    with pytest.raises(WorkbenchError, match="tp=2; there are TP8, 8 tokens; TP4, 64 tokens"):
         kernel_rates.kernel_roofline(bench, tp=2)
+    with pytest.raises(WorkbenchError, match="tp=4, tokens=8; there are TP4, 64 tokens"):
+        kernel_rates.kernel_roofline(bench, tp=4, tokens=8)
 
 
 def test_data_sheet_rates_are_named_as_such() -> None:
     shapes = Shapes.of(workbench.resolve("beam-tiny").config)
     text = kernel_pages.kernel_operations(shapes, data_sheet_rates("H200")).text
-    assert "data sheet rates of H200" in text
+    assert "the rates of H200 (data sheet)" in text

@@ -14,7 +14,7 @@ from workbench.errors import WorkbenchError
 from workbench.kernels import ledger, reference, registry
 from workbench.kernels.check import Verdict
 from workbench.model.beam import Beam
-from workbench.views.kernel_switch import Switch
+from workbench.views.kernel_switch import OPS, Switch
 from workbench.views.kernel_switchboard import Switchboard, switchboard
 
 PROMPT = "def add(a, b):\n"
@@ -55,6 +55,14 @@ def shown(board: Switchboard, words: str, seconds: float = 5) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def said(board: Switchboard, words: str, seconds: float = 5) -> bool:
+    """The line of what a button came to, within some time."""
+    deadline = time.monotonic() + seconds
+    while words not in board.status.value and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return words in board.status.value
 
 
 def cell(folder: Path, name: str, source: str) -> None:
@@ -149,6 +157,7 @@ def test_a_variant_that_fails_its_trial_is_never_selected(
     assert registry.select() == ()
     assert says in board.switch.problems["softcap", "mine"]
     assert shown(board, "mine stays out")
+    assert said(board, "1 not applied, see the table")
     assert "<i>" not in board.table.value
     assert board.menus["softcap"].value == "torch"
     assert "mine stays out" in board.text
@@ -158,14 +167,14 @@ def test_a_variant_that_does_not_return_is_ended(board: Switchboard, tmp_path: P
     source = "import time\nfrom workbench.kernels import register\n\n\n"
     source += '@register("softcap", "slow")\ndef slow(logits, cap):\n    time.sleep(600)\n'
     cell(tmp_path, "slow_cell", source)
-    board.switch.trial_seconds = 12.0
+    board.switch.trial_seconds = 8.0
     board.update()
     board.menus["softcap"].value = "slow"
     started = time.monotonic()
     board.apply.click()
     settled(board.switch)
     assert time.monotonic() - started < 25
-    assert "did not return within 12 s" in board.switch.problems["softcap", "slow"]
+    assert "did not return within 8 s" in board.switch.problems["softcap", "slow"]
     assert registry.select() == ()
 
 
@@ -274,13 +283,15 @@ def test_a_comparison_can_be_stopped(tiny: Beam) -> None:
         board.switch.compare()
     board.stop.click()
     settled(board.switch, 20)
+    assert said(board, "Stopped")
     assert board.switch.comparison is None
     assert [r.variant for r in registry.select()] == ["dense"]
 
 
 def test_check_says_what_it_found(board: Switchboard) -> None:
     board.check.click()
-    assert "nothing to check" in board.problem.value
+    assert "Nothing to check" in board.status.value
+    assert board.problem.value == ""
     board.menus["expert_mlp"].value = "dense"
     board.apply.click()
     board.check.click()
@@ -289,6 +300,27 @@ def test_check_says_what_it_found(board: Switchboard) -> None:
     assert verdict is not None
     assert verdict.passed
     assert shown(board, "✓ passed")
+    assert "Checked 1 variant: passed" in board.status.value
+
+
+def test_each_button_says_what_came_of_it(board: Switchboard) -> None:
+    board.apply.click()
+    assert "Nothing to apply" in board.status.value
+    board.menus["expert_mlp"].value = "dense"
+    assert "1 change not applied yet" in board.status.value
+    board.apply.click()
+    assert "Applied: expert_mlp dense" in board.status.value
+    board.compare.click()
+    settled(board.switch)
+    assert said(board, "Compared: the same within the limit")
+    assert board.stale.value == ""
+    board.reference.click()
+    assert "All operations run the reference" in board.status.value
+    assert "changed after this comparison" in board.stale.value
+
+
+def test_the_menus_are_called_as_the_operations_are(board: Switchboard) -> None:
+    assert [menu.description for menu in board.menus.values()] == list(OPS)
 
 
 def test_a_selection_that_cannot_run_made_in_a_cell_is_said(tiny: Beam) -> None:

@@ -46,6 +46,8 @@ from workbench.kernels.timing import (
 # Argument sets that are compared with the oracle, before and after: it is in float64 and slow.
 JUDGED = 4
 INTERPRETED = "interpreted: not a speed"
+# There a call may find its inputs where the one before left them, faster than memory gives them.
+WARM = "beyond the measured limit: on a CPU the caches are not emptied between calls"
 AFTER = "after timing"
 # A round should take about this long at the roofline, so that what encloses it does not count.
 ROUND_SECONDS = {"cuda": 5e-4, "cpu": 2e-3}
@@ -313,7 +315,7 @@ def _judged(
                         variant=name, status="refused", gate=failed.gate,
                         reason=_why(failed), **own, **blank,
                     ), None  # fmt: skip
-    except Exception as error:  # whatever a kernel raises is its own result
+    except (Exception, SystemExit, GeneratorExit) as error:  # what a kernel raises is its result
         gate = "result" if isinstance(error, KernelError) else ""
         return BenchRow(
             variant=name, status="raised", gate=gate, reason=_said(error), **own, **blank
@@ -347,9 +349,11 @@ def _finished(op: Operation, row: BenchRow, timed: _Timed, sets: _Sets, limit: B
     seconds = timing.median
     assert row.bytes is not None
     assert row.flops is not None
+    fraction = limit.fraction(seconds)
+    warm = fraction > 1 and torch.device(sets.cases[0].request.device).type == "cpu"
     return replace(
         row,
-        reason=timing.note,
+        reason="; ".join(filter(None, (timing.note, WARM if warm else ""))),
         microseconds=seconds * 1e6,
         microseconds_low=timing.low * 1e6,
         microseconds_high=timing.high * 1e6,
@@ -358,7 +362,7 @@ def _finished(op: Operation, row: BenchRow, timed: _Timed, sets: _Sets, limit: B
         in_graph=timing.in_graph,
         bytes_per_second=row.bytes / seconds,
         flops_per_second=row.flops / seconds,
-        roofline_fraction=limit.fraction(seconds),
+        roofline_fraction=fraction,
     )
 
 

@@ -21,8 +21,9 @@ class Request:
     """What inputs are wanted.
 
     ``flavour`` is one of the operation's own (a sliding or a full layer, a float8 cache, …);
-    ``strided`` makes the rows views of a wider tensor; ``context`` is how many tokens came before,
-    for attention (None: enough to wrap a ring).
+    ``strided`` makes the rows views of a wider tensor; ``extreme`` adds numbers that overflow where
+    care is not taken, and sequences that have just begun; ``context`` is how many tokens came
+    before, for attention (None: enough to wrap a ring).
     """
 
     shapes: Shapes
@@ -33,6 +34,7 @@ class Request:
     strided: bool = False
     seed: int = 0
     context: int | None = None
+    extreme: bool = False
 
     def generator(self) -> torch.Generator | None:
         """Fresh random numbers of this request's seed, on its device; the meta device has none."""
@@ -42,11 +44,13 @@ class Request:
 
     @property
     def label(self) -> str:
-        """A short name: tokens, flavour, dtype."""
+        """A short name: tokens, flavour, what is odd about it, dtype."""
         parts = [
             f"{self.tokens} token{'s' * (self.tokens != 1)}",
             self.flavour,
             "strided" * self.strided,
+            "extreme" * self.extreme,
+            "" if self.context is None else f"after {self.context}",
             str(self.dtype).removeprefix("torch."),
         ]
         return ", ".join(p for p in parts if p)
@@ -109,10 +113,15 @@ class Case:
         Raises:
             KernelError: the result is not the tensors that the operation returns.
         """
-        found = (result,) if isinstance(result, Tensor) else result
-        if self.returns == () and result is None:
+        # As the model takes it: a tensor alone where one is due, else a tuple; never a list.
+        found = result
+        if len(self.returns) == 1 and isinstance(result, Tensor):
+            found = (result,)
+        elif len(self.returns) == 1:
+            found = None
+        elif self.returns == () and result is None:
             found = ()
-        if not isinstance(found, tuple | list) or len(found) != len(self.returns):
+        if not isinstance(found, tuple) or len(found) != len(self.returns):
             raise KernelError(
                 f"{self.op} must return {len(self.returns)} tensor(s) "
                 f"({', '.join(self.returns) or 'nothing'}), not {_kind(result)}"
@@ -140,5 +149,5 @@ def beside(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 def _kind(value: Any) -> str:
     if isinstance(value, tuple | list):
-        return f"{len(value)} values"
+        return f"a {type(value).__name__} of {len(value)}"
     return "None" if value is None else type(value).__name__

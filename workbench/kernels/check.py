@@ -7,9 +7,11 @@ that it failed, by name. It runs in this process; code that is not trusted goes 
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,14 +19,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.errors import KernelError
-from workbench.kernels import registry
+from workbench.kernels import registry, triton_runtime
 from workbench.kernels.case import Case, Outputs, Request
 from workbench.kernels.catalogue import BUILT_IN
 from workbench.kernels.gates import compare, errors
+from workbench.kernels.inputs import grouping
 from workbench.kernels.ops import Operation, operation
 from workbench.kernels.requirements import Where
 from workbench.kernels.shapes import Shapes
+from workbench.kernels.surroundings import fingerprints, process_state
 
+# More than 16 rows, several draft blocks, more than 8 tokens for an expert of a small model.
+TOKENS = (1, 7, 40)
+# Tokens before those of the long request of an attention; the oracle goes query by query.
+LONG = {"cpu": 1500, "cuda": 20_000}
 STATUSES = ("passed", "refused", "raised", "time limit", "crashed", "unavailable")
 # What fresh memory is filled with: finite, since NaN could be the kernel's own, and far from any
 # right value. Representable in bfloat16, float16 saturates to -inf.
@@ -126,42 +134,61 @@ def requests(
     op: Operation | str,
     shapes: Shapes,
     *,
-    tokens: Sequence[int] = (1, 7, 8),
+    tokens: Sequence[int] = TOKENS,
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
     device: str = "cpu",
     seed: int = 0,
 ) -> list[Request]:
     """The inputs a check uses: each flavour and dtype at each number of tokens, and the odd ones.
 
-    Odd ones: strided rows, an empty batch, and the first request again with other numbers (which a
-    variant that kept its last result fails).
+    Every other one is extreme, with another window and eps than the model's. Odd ones: the first
+    request again with other numbers (which a variant that kept its last result, or a weight that
+    lay at the same address, fails), strided rows, a long context for attention, an empty batch.
     """
     op = operation(op) if isinstance(op, str) else op
     made: list[Request] = []
 
-    def add(n: int, dtype: torch.dtype, flavour: str, strided: bool = False) -> None:
+    def add(n: int, dtype: torch.dtype, flavour: str, extreme: bool = False, **how: Any) -> None:
+        own = seed + len(made)
         made.append(
             Request(
-                shapes=shapes,
+                shapes=_others(shapes, own) if extreme else shapes,
                 tokens=n,
                 dtype=dtype,
                 device=device,
                 flavour=flavour,
-                strided=strided,
-                seed=seed + len(made),
+                seed=own,
+                extreme=extreme,
+                **how,
             )
         )
 
-    for dtype in dtypes:
-        for flavour in op.flavours:
-            for n in tokens:
-                add(n, dtype, flavour)
-    first = op.flavours[0]
+    flavours = op.flavours
+    if op.name == "router" and grouping(shapes) is None:
+        flavours = tuple(f for f in flavours if f != "groups")
+    for i, dtype in enumerate(dtypes):
+        for j, flavour in enumerate(flavours):
+            for k, n in enumerate(tokens):
+                add(n, dtype, flavour, (i + j + k) % 2 == 1)
+    first = flavours[0]
     add(tokens[0], dtypes[0], first)
-    for flavour in op.flavours:
-        add(tokens[-1], dtypes[0], flavour, strided=True)
+    for flavour in flavours:
+        add(tokens[-1], dtypes[0], flavour, extreme=True, strided=True)
+    if op.name in ("decode_attention", "prefill_attention"):
+        before = min(shapes.context - 2, LONG[torch.device(device).type])
+        add(2, dtypes[0], "full", context=before)
     add(0, dtypes[0], first)
     return made
+
+
+def _others(shapes: Shapes, seed: int) -> Shapes:
+    """The same sizes with another window, shorter than the requests, and another eps."""
+    dice = random.Random(seed)
+    return replace(
+        shapes,
+        window=min(shapes.window, dice.randrange(9, 30)),
+        eps=shapes.eps * dice.uniform(2.0, 20.0),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +200,23 @@ class Prepared:
     exact: Outputs
 
 
-def prepare(op: Operation, request: Request) -> Prepared:
-    """Make the inputs, and compute oracle and reference on them."""
+def prepare(op: Operation, request: Request, memory: Case | None = None) -> Prepared:
+    """Make the inputs, and compute oracle and reference on them.
+
+    ``memory``: a case of the same sizes whose tensors are overwritten and used, so that a kernel
+    that goes by addresses, and not by what is there, is seen.
+    """
     case = op.case(request)
+    if memory is not None:
+        case = replace(case, args=tuple(map(_onto, memory.args, case.args)))
     own = case.call(op.reference)
     exact = {} if op.oracle is None else op.oracle(*case.args, **case.kwargs)
     return Prepared(case, own, exact)
+
+
+def _onto(old: Any, new: Any) -> Any:
+    same = isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape
+    return old.copy_(new) if same and old.dtype == new.dtype else new
 
 
 def check(
@@ -186,13 +224,15 @@ def check(
     variant: str,
     shapes: Shapes,
     *,
-    tokens: Sequence[int] = (1, 7, 8),
+    tokens: Sequence[int] = TOKENS,
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
     device: str = "cpu",
     seed: int = 0,
     on_case: Callable[[int, int, str], None] | None = None,
 ) -> Verdict:
     """Check one variant. ``on_case(done, of, label)`` is told the progress.
+
+    A variant that is refused, or raises, is taken out of what ``registry.select`` chose.
 
     Raises:
         KernelError: an operation or variant that does not exist.
@@ -209,6 +249,8 @@ def check(
             on_case=on_case,
         )
     )
+    if found[0].status in ("refused", "raised"):
+        registry.deselect(op, variant)
     return found[0]
 
 
@@ -217,7 +259,7 @@ def check_variants(
     variants: Sequence[str],
     shapes: Shapes,
     *,
-    tokens: Sequence[int] = (1, 7, 8),
+    tokens: Sequence[int] = TOKENS,
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
     device: str = "cpu",
     seed: int = 0,
@@ -229,26 +271,43 @@ def check_variants(
         KernelError: an operation or variant that does not exist.
     """
     it = operation(op)
+    _decide_triton(device)
     runs = [
         _Run(op, name, shapes, device, [d for d in dtypes if _runs(op, name, shapes, device, d)])
         for name in variants
     ]
     wanted = requests(it, shapes, tokens=tokens, dtypes=dtypes, device=device, seed=seed)
     if any(run.dtypes for run in runs):
+        memory: Case | None = None
         for number, request in enumerate(wanted):
             if on_case is not None:
                 on_case(number, len(wanted), request.label)
             takers = [run for run in runs if run.takes(request)]
             if takers:
-                prepared = prepare(it, request)
+                again = number > 0 and replace(request, seed=wanted[0].seed) == wanted[0]
+                over = memory if again else None
+                prepared = prepare(it, request, over)
+                if number == 0:
+                    memory = prepared.case
                 for run in takers:
                     run.judge(it, prepared)
                     if run.status != "passed":  # it may have written on its inputs
-                        prepared = prepare(it, request)
+                        prepared = prepare(it, request, over)
         if on_case is not None:
             on_case(len(wanted), len(wanted), "")
     for run in runs:
         yield run.verdict()
+
+
+def _decide_triton(device: str) -> None:
+    """Import Triton as it should be here before anything else does.
+
+    torch.compile and the dispatch mode of a check import it too, without its interpreter, and then
+    no Triton variant would run on a CPU until the process ends.
+    """
+    if torch.device(device).type == "cpu" and triton_runtime.why_not("cpu") is None:
+        with contextlib.suppress(ImportError):  # its variants then say why they do not run
+            _ = triton_runtime.triton
 
 
 def _runs(op: str, name: str, shapes: Shapes, device: str, dtype: torch.dtype) -> bool:
@@ -271,6 +330,8 @@ class _Run:
         self.gate, self.cases, self.seconds = "", 0, 0.0
         self.max_error: float | None = None
         self.own_error: float | None = None
+        # What the first call returned, and copies: a later call must not write there.
+        self.first: list[tuple[str, Tensor, Tensor]] = []
 
     def takes(self, request: Request) -> bool:
         return self.status == "passed" and request.dtype in self.dtypes
@@ -282,16 +343,23 @@ class _Run:
         # A compiler allocates for itself, out of a dispatch mode's sight.
         provided = BUILT_IN[self.op].get(self.name)
         hidden = provided is None or not provided.module.endswith("variants_compile")
+        last: list[Any] = []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            last[:] = [self.variant.function(*args, **kwargs)]  # type: ignore[union-attr]
+            return last[0]
+
+        found: list[Finding] = []
         try:
-            found = list(judge(op, prepared, self.variant.function, poisoned=hidden))
+            found = list(judge(op, prepared, call, poisoned=hidden))
+        except KeyboardInterrupt:
+            raise
         except KernelError as error:  # the wrong number or kind of results
-            self._fail("raised", "result", str(error))
-            found = []
-        except Exception as error:  # whatever a kernel raises is its verdict
-            text = str(error).strip().splitlines()
-            first = text[0] if text else ""
-            self._fail("raised", "", f"{label}: {type(error).__name__}: {first:.300}")
-            found = []
+            self._fail("raised", "result", _said(error))
+        except BaseException as error:  # whatever a kernel raises, SystemExit too, is its verdict
+            self._fail("raised", "", f"{label}: {type(error).__name__}: {_said(error):.300}")
+        if self.status == "passed" and all(one.passed for one in found):
+            found += self._kept(prepared.case, last[0])
         self.seconds += time.perf_counter() - started
         self.cases += 1
         for one in found:
@@ -303,6 +371,28 @@ class _Run:
             if not one.passed and self.status == "passed":
                 detail = one.note or f"{one.found:.3g} where {one.limit:.3g} is allowed"
                 self._fail("refused", one.gate, f"{label}, {one.output}: {detail}")
+
+    def _kept(self, case: Case, result: Any) -> list[Finding]:
+        """The first call's outputs, if this call wrote on them; else those of this one, if first"""
+        if not self.first:
+            returned = result if isinstance(result, tuple) else (result,)
+            self.first = [
+                (name, x, x.clone()) for name, x in zip(case.returns, returned, strict=False)
+            ]
+            return []
+        return [
+            Finding(
+                case=case.request.label,
+                output=name,
+                gate="own output",
+                found=1.0,
+                limit=0.0,
+                passed=False,
+                note="a later call wrote on what an earlier one had returned",
+            )
+            for name, kept, copy in self.first
+            if not torch.equal(kept, copy)
+        ][:1]
 
     def _fail(self, status: str, gate: str, reason: str) -> None:
         self.status, self.gate, self.reason = status, gate, reason
@@ -323,6 +413,15 @@ class _Run:
         )
 
 
+def _said(error: BaseException) -> str:
+    """The first line of what an error says, also where its own ``__str__`` raises."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception as another:
+        return f"(its message cannot be made: {type(another).__name__})"
+    return lines[0] if lines else ""
+
+
 def judge(
     op: Operation, prepared: Prepared, function: Callable[..., Any], *, poisoned: bool = True
 ) -> Iterator[Finding]:
@@ -333,15 +432,14 @@ def judge(
         Exception: whatever the function raises.
     """
     case = prepared.case
-    before = _fingerprints(case.args)
+    _decide_triton(case.request.device)
+    before = fingerprints(case.args, case.kwargs)
     args = case.fresh()
-    if poisoned:
-        with _Poison():
-            result = function(*args, **case.kwargs)
-    else:
+    inside = _Poison() if poisoned else contextlib.nullcontext()
+    with process_state(case.request.device) as changed, inside:
         result = function(*args, **case.kwargs)
     outputs = case.outputs(result, args)
-    for finding in _findings(op, prepared, outputs, args, before):
+    for finding in _findings(op, prepared, outputs, args, before, changed):
         yield finding
         if not finding.passed:
             return
@@ -360,7 +458,8 @@ def _findings(
     prepared: Prepared,
     outputs: Outputs,
     args: tuple[Any, ...],
-    before: list[tuple[int, int]],
+    before: dict[str, int],
+    changed: list[str],
 ) -> Iterator[Finding]:
     case, label = prepared.case, prepared.case.request.label
 
@@ -369,6 +468,9 @@ def _findings(
             case=label, output=output, gate=gate, found=found, limit=0.0, passed=passed, note=note
         )
 
+    if changed:
+        note = f"it left {' and '.join(changed)} of the process changed"
+        yield finding("process", "state", False, note, len(changed))
     for name, own in prepared.own.items():
         got = outputs[name]
         for gate, a, b in (
@@ -379,6 +481,11 @@ def _findings(
             same = a == b
             note = "" if same else f"{a} where {b} is due"
             yield finding(name, gate, same, note)
+        if got.dim() and got.numel():  # the model and other kernels read rows
+            step = got.stride(-1)
+            dense = step == 1 or step == own.stride(-1) or got.shape[-1] == 1
+            note = f"neighbours in a row are {step} apart (strides {got.stride()}) where 1 is due"
+            yield finding(name, "layout", dense, "" if dense else note, 0 if dense else step)
         left = 0
         if got.dtype != torch.float8_e4m3fn:  # caches: their rows are looked after by "untouched"
             mark = torch.zeros((), dtype=got.dtype, device=got.device)
@@ -423,7 +530,7 @@ def _numbers(op: Operation, prepared: Prepared, outputs: Outputs) -> Iterator[Fi
 def _untouched(
     case: Case,
     args: tuple[Any, ...],
-    before: list[tuple[int, int]],
+    before: dict[str, int],
     finding: Callable[..., Finding],
 ) -> Iterator[Finding]:
     """Rows that nothing belongs in, and inputs: as they were."""
@@ -437,26 +544,9 @@ def _untouched(
         yield finding(
             one.name, "untouched", changed == 0, "rows that must not be written were", changed
         )
-    after = _fingerprints(args)
-    written = {one.argument for one in case.written}
-    for index, (a, b) in enumerate(zip(before, after, strict=True)):
-        if index not in written and a != b:
-            yield finding(
-                f"argument {index}", "inputs", False, f"argument {index} was changed in place", 1
-            )
-
-
-def _fingerprints(args: Iterable[Any]) -> list[tuple[int, int]]:
-    """Two sums of the bits of every tensor argument: plain, and weighted by position."""
-    found = []
-    for value in args:
-        if isinstance(value, Tensor) and value.numel():
-            whole = value if value.is_contiguous() else value.contiguous()
-            kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-            bits = whole.view(kinds[value.element_size()]).flatten(1 if value.dim() > 1 else 0)
-            rows = bits.sum(-1, dtype=torch.int64) if value.dim() > 1 else bits.long()
-            place = torch.arange(1, rows.numel() + 1, device=rows.device)
-            found.append((int(rows.sum()), int((rows * place).sum())))
-        else:
-            found.append((0, 0))
-    return found
+    after = fingerprints(args, case.kwargs)
+    written = {f"argument {one.argument}" for one in case.written}
+    for name, was in before.items():
+        if name not in written and after.get(name) != was:
+            yield finding(name, "inputs", False, f"{name} was changed, or memory around it", 1)
+            return

@@ -65,7 +65,9 @@ def footprint(op: str, request: Request) -> Footprint:
             values += 4 * (n + 3) * layers * s.draft_kv_heads * dim
         values += 4 // size * min(s.context, 4096) * dim + 4 * (n + 5) * s.kv_heads * dim
     elif op == "prefill_attention":
-        values += s.heads * n * n  # scores of the plain torch form
+        past = n + 64 * (s.window + 8) if "batch" in request.flavour else n + 2 * s.window
+        values += 2 * past * s.kv_heads * s.head_dim
+        values += s.heads * n * (n + s.window)  # scores of the plain torch form
     held = (weights + values) * size
     largest = max(weights * 2 // 3 if weights else 0, values // 2)
     return Footprint(held=held, peak=held + largest * (8 + size))

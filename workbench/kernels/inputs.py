@@ -2,7 +2,10 @@
 
 Weights have variance 1 / fan-in, activations unit variance, so outputs are of order one and errors
 mean the same everywhere. Positions and caches are such that rings have wrapped; what a query must
-not see is large, so that seeing it shows.
+not see is large, so that seeing it shows. Numbers that a kernel is told (scales, factors, caps)
+differ from seed to seed, so that one which knows them by heart is wrong. An ``extreme`` request
+also has what overflows a careless exponential, and sequences that have just begun: whatever changes
+the bytes that are moved belongs there, since a bench compares seeds.
 """
 
 from __future__ import annotations
@@ -13,71 +16,47 @@ import torch
 from torch import Tensor
 
 from workbench.errors import KernelError
-from workbench.kernels import work
+from workbench.kernels import inputs_dflash2, work
 from workbench.kernels.case import Case, Request, Written, beside
+from workbench.kernels.draw import JUNK, Draw
 from workbench.kernels.reach import Reach, Spans
-from workbench.kernels.reference import FP8, rope_table
+from workbench.kernels.reference import FP8
+from workbench.kernels.shapes import Shapes
 
-JUNK = 1e4  # finite, since 0 * NaN would be NaN even in a right kernel
 SPARE_ROWS = 16  # of a ring, beyond its window
-# FP8 cases store x / scale: with these, values of order one use the format's middle.
-K_SCALE, V_SCALE = 0.02, 0.03
-
-
-class Draw:
-    """Random tensors of a request's dtype and device."""
-
-    def __init__(self, request: Request) -> None:
-        self.request, self.generator = request, request.generator()
-
-    def normal(self, *shape: int, std: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal numbers, contiguous."""
-        r = self.request
-        x = torch.randn(shape, generator=self.generator, device=r.device, dtype=torch.float32)
-        return (x * std).to(dtype or r.dtype)
-
-    def rows(self, *shape: int, std: float = 1.0) -> Tensor:
-        """As ``normal``; where strided rows are wanted, a view of a wider tensor full of junk."""
-        x = self.normal(*shape, std=std)
-        if not self.request.strided:
-            return x
-        wide = torch.full(
-            (*shape[:-1], shape[-1] + 16), JUNK, dtype=x.dtype, device=x.device
-        )  # 16: rows stay aligned, as slices of a packed projection are
-        wide[..., : shape[-1]] = x
-        return wide[..., : shape[-1]]
-
-    def norm(self, size: int) -> Tensor:
-        """A norm's weight: around one."""
-        return 1 + self.normal(size, std=0.1)
-
-    def matrix(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Weights of variance 1 / fan-in, the last axis being the fan-in."""
-        return self.normal(*shape, std=shape[-1] ** -0.5, dtype=dtype)
-
-    def whole(self, low: int, high: int, *shape: int) -> Tensor:
-        """Whole numbers from ``low`` to ``high - 1``."""
-        return torch.randint(low, high, shape, generator=self.generator, device=self.request.device)
-
-    def order(self, size: int) -> Tensor:
-        """A random permutation."""
-        return torch.randperm(size, generator=self.generator, device=self.request.device)
+STEEP = 100.0  # times a query or a gate: far beyond 88, where exp overflows float32
 
 
 def rms_norm(r: Request) -> Case:
-    """One norm of N rows."""
+    """One norm of N rows, one of them as small as eps."""
     d, h = Draw(r), r.shapes.hidden
-    args = (d.rows(r.tokens, h), d.norm(h), r.shapes.eps)
+    x = d.rows(r.tokens, h)
+    for row in d.small_rows(r.tokens):
+        x[row].mul_(d.small)
+    args = (x, d.norm(h), r.shapes.eps)
     return Case(op="rms_norm", request=r, args=args, work=work.rms_norm(r))
 
 
 def boundary(r: Request) -> Case:
-    """Both norms and the add of a residual boundary in the middle of the model."""
+    """Both norms and the add of a residual boundary anywhere in the model.
+
+    A row of the sublayer is as small as eps, and a row of the new stream.
+    """
     d, h = Draw(r), r.shapes.hidden
-    add = 51  # any: scale factors of a deep layer
+    add = d.dice.randint(2, 105)  # of Beam's 52 layers
+    stream, sublayer = d.rows(r.tokens, h), d.rows(r.tokens, h, std=0.3)
+    small = d.small_rows(r.tokens, 2)
+    d.dice.shuffle(small)
+    if len(small) == 2 or d.dice.random() < 0.5:
+        for row in small[:1]:
+            sublayer[row].mul_(d.small / 0.3)
+        small = small[1:]
+    for row in small:
+        sublayer[row].zero_()
+        stream[row].mul_(d.small)
     args = (
-        d.rows(r.tokens, h),
-        d.rows(r.tokens, h, std=0.3),
+        stream,
+        sublayer,
         d.norm(h),
         (add**-0.5, ((add - 1) / add) ** 0.5),
         d.norm(h),
@@ -94,15 +73,16 @@ def qkvg(r: Request) -> Case:
 
 
 def qkv_write(r: Request) -> Case:
-    """Flavours "sliding", "full", each also with an "fp8" cache, and "joint" (the rows of K and V
-    beside each other, as vLLM keeps them); some tokens are not written."""
+    """Flavours "sliding", "full", each also with an "fp8" cache, "joint" (the rows of K and V
+    beside each other, as vLLM keeps them) and "sequence" (a row a token, in order: ``rows`` is
+    None); otherwise some tokens are not written."""
     d, s, n = Draw(r), r.shapes, r.tokens
-    full, fp8 = "full" in r.flavour, "fp8" in r.flavour
+    full, fp8, sequence = (word in r.flavour for word in ("full", "fp8", "sequence"))
     context = min(s.context, 4096)
-    slots = n + 5
-    rows = d.order(slots)[:n]
+    slots = n if sequence else n + 5
+    rows = torch.arange(n, device=r.device) if sequence else d.order(slots)[:n]
     wanted = rows
-    if n > 2:  # a token whose row is not wanted
+    if n > 2 and not sequence:  # a token whose row is not wanted
         wanted = torch.cat((rows[:1], rows[2:]))
         rows[1] = -1
     store = FP8 if fp8 else r.dtype
@@ -114,15 +94,18 @@ def qkv_write(r: Request) -> Case:
         k_rows, v_rows = beside(k_rows, v_rows)
     kwargs = {"heads": s.heads, "full": full, "eps": s.eps}
     if fp8:
-        kwargs |= {"k_scale": K_SCALE, "v_scale": V_SCALE}
+        kwargs |= {"k_scale": d.scale(), "v_scale": d.scale()}
+    packed = d.rows(n, s.packed)
+    for row in d.small_rows(n):
+        packed[row, : (s.heads + s.kv_heads) * s.head_dim].mul_(d.small)
     args = (
-        d.rows(n, s.packed),
+        packed,
         1 + d.normal(2, s.head_dim, std=0.1),
-        d.whole(0, context, n),
-        rope_table(context, s.head_dim, s.theta, r.device),
+        d.whole(0, s.context if full else context, n),
+        d.rope(context, s.head_dim),
         k_rows,
         v_rows,
-        rows,
+        None if sequence else rows,
     )
     written = tuple(Written(argument=i, name=name, rows=wanted) for i, name in ((4, "k"), (5, "v")))
     return Case(
@@ -153,10 +136,16 @@ VERIFY_TOKENS = 8  # query tokens a sequence in the "verify" flavours
 
 
 def decode_attention(r: Request) -> Case:
-    """Flavours "sliding", "full", "… verify" (8 tokens a sequence), "… fp8" (float8 cache)."""
+    """Flavours "sliding", "full", "… verify" (8 tokens a sequence), "… fp8" (float8 cache).
+
+    Extreme: several sequences of several tokens also where there are few, one that has just begun,
+    and a query with large scores.
+    """
     d, s = Draw(r), r.shapes
     full, fp8 = "full" in r.flavour, "fp8" in r.flavour
     queries = min(VERIFY_TOKENS, r.tokens) if "verify" in r.flavour else 1
+    if r.extreme and r.tokens < 2 * VERIFY_TOKENS and queries > 1:
+        queries = max(1, r.tokens // 2)
     batch = -(-r.tokens // queries) if r.tokens else 0
     context = _context(r, queries)
     window = None if full else s.window
@@ -165,11 +154,17 @@ def decode_attention(r: Request) -> Case:
     slots = d.order(batch + 1)[:batch]
     # Each sequence is a little shorter than the one before, down to a half.
     starts = [context - b * max(1, context // 2) // max(1, batch) for b in range(batch)]
+    if r.extreme and batch:
+        begun = d.dice.choice((0, 0, 1, 3))
+        starts[-1] = min(starts[-1], begun if batch > 1 else d.dice.choice((begun, context)))
     first = torch.tensor(starts, dtype=torch.int64, device=r.device)
     seen = Reach(slots, first, span=context + queries if full else ring, window=window)
-    k, v = (_cache(d, shape, seen, queries, fp8, scale) for scale in (K_SCALE, V_SCALE))
-    kwargs = {"k_scale": K_SCALE, "v_scale": V_SCALE} if fp8 else {}
+    scales = {"k_scale": d.scale(), "v_scale": d.scale()}
+    k, v = (_cache(d, shape, seen, queries, fp8, scale) for scale in scales.values())
+    kwargs = scales if fp8 else {}
     q = d.rows(batch, queries, s.heads, s.head_dim)
+    if not fp8:  # the reference rounds what a float8 cache stands for, too coarse for such scores
+        _steepen(d, q[:1, -1:])
     return Case(
         op="decode_attention",
         request=r,
@@ -178,6 +173,15 @@ def decode_attention(r: Request) -> Case:
         returns=("o",),
         work=work.decode_attention(r, starts, queries),
     )
+
+
+def _steepen(d: Draw, query: Tensor) -> None:
+    """Scores far beyond 88 for this query, where extreme ones are wanted.
+
+    In float32 the order of the sums would decide what the output is, so there it is left alone.
+    """
+    if d.request.extreme and d.request.dtype != torch.float32:
+        query.mul_(STEEP)
 
 
 def _cache(
@@ -199,19 +203,29 @@ def _cache(
 
 
 def prefill_attention(r: Request) -> Case:
-    """Flavours "sliding", "full" (one whole sequence), "… ragged" (several, some with a past)."""
+    """Flavours "sliding", "full" (one whole sequence), "… ragged" (several, some with a past),
+    "… batch" (several alike, with a past longer than the window)."""
     d, s = Draw(r), r.shapes
     window = None if "full" in r.flavour else s.window
     n = r.tokens
     if "ragged" in r.flavour and n >= 4:
         queries = [n // 2, 0, n - n // 2 - n // 4, n // 4]
         past = [0, 3, min(_context(r, n), 2 * s.window), 1]
+    elif "batch" in r.flavour:
+        # Their number must divide the tokens, and each has a past: not too many.
+        batch = next((b for b in range(2, min(n, 64) + 1) if n % b == 0), 1)
+        before = _context(r, n // batch)
+        if r.context is None:
+            before = min(before, s.window + 8)
+        queries, past = [n // batch] * batch, [before if n else 0] * batch
     else:
         queries, past = [n], [0 if r.context is None else _context(r, n)]
     keys = [q + p for q, p in zip(queries, past, strict=True)]
     spans = Spans(queries, keys, window, r.device)
     shape = (sum(keys), s.kv_heads, s.head_dim)
-    args = (d.rows(n, s.heads, s.head_dim), d.rows(*shape), d.rows(*shape), spans)
+    q = d.rows(n, s.heads, s.head_dim)
+    _steepen(d, q[-1:])
+    args = (q, d.rows(*shape), d.rows(*shape), spans)
     return Case(
         op="prefill_attention",
         request=r,
@@ -222,27 +236,46 @@ def prefill_attention(r: Request) -> Case:
 
 
 def output_gate(r: Request) -> Case:
-    """The gate is a view of the packed projection, as in the model."""
+    """The gate is a view of the packed projection, as in the model. Extreme: beyond +-88."""
     d, s = Draw(r), r.shapes
     packed = d.rows(r.tokens, s.packed)
+    if r.extreme:
+        packed[-1:].mul_(STEEP)
     gate = packed[:, (s.heads + 2 * s.kv_heads) * s.head_dim :].unflatten(-1, (-1, s.head_dim))
     args = (d.rows(r.tokens, s.heads, s.head_dim), gate, d.normal(s.heads))
     return Case(op="output_gate", request=r, args=args, work=work.output_gate(r))
 
 
+def grouping(shapes: Shapes) -> tuple[int, range] | None:
+    """Groups for the router's flavour "groups", and how many may take part; None: there are none.
+
+    Eight where that divides the experts, else what is nearest; a group has two experts at least,
+    and those that take part hold ``top_k``.
+    """
+    experts = shapes.experts
+    for groups in sorted(range(2, experts // 2 + 1), key=lambda g: abs(g - 8)):
+        width = experts // groups
+        some = range(-(-shapes.top_k // width), groups)
+        if experts % groups == 0 and some:
+            return groups, some
+    return None
+
+
 def router(r: Request) -> Case:
-    """Flavours "" (the model's own groups) and "groups" (8 groups, the best 4 take part)."""
+    """Flavours "" (the model's own groups) and "groups" (some of 8 groups take part, see
+    :func:`grouping`; all of one where the experts cannot be grouped)."""
     d, s = Draw(r), r.shapes
     groups = {"n_group": s.n_group, "topk_group": s.topk_group}
     if r.flavour == "groups":
-        groups = {"n_group": 8, "topk_group": 4}
+        n_group, some = grouping(s) or (1, range(1, 2))
+        groups = {"n_group": n_group, "topk_group": d.dice.choice(some)}
     args = (
         d.rows(r.tokens, s.hidden),
         d.matrix(s.experts, s.hidden, dtype=torch.float32),
         # Large beside the scores, so that taking biased scores as weights shows.
         d.normal(s.experts, std=0.3, dtype=torch.float32),
     )
-    kwargs = {"top_k": s.top_k, "renormalise": s.renormalise, **groups}
+    kwargs = {"top_k": s.top_k, "renormalise": s.renormalise == (r.seed % 2 == 0), **groups}
     return Case(
         op="router",
         request=r,
@@ -254,11 +287,18 @@ def router(r: Request) -> Case:
 
 
 def routing(d: Draw, tokens: int) -> tuple[Tensor, Tensor]:
-    """Different experts for each token, and their weights."""
+    """Different experts for each token, and their weights, of a sum between 0.5 and 1.5."""
     s, device = d.request.shapes, d.request.device
     chance = torch.rand(tokens, s.experts, generator=d.generator, device=device)
     weights = torch.rand(tokens, s.top_k, generator=d.generator, device=device) + 0.1
-    return chance.topk(s.top_k, -1).indices, weights / weights.sum(-1, keepdim=True)
+    total = 0.5 + torch.rand(tokens, 1, generator=d.generator, device=device)
+    return chance.topk(s.top_k, -1).indices, weights / weights.sum(-1, keepdim=True) * total
+
+
+def _mlp_input(d: Draw) -> Tensor:
+    """``[N, H]``. Extreme: gates far beyond +-88, in all rows, since large outputs hide others."""
+    r = d.request
+    return d.rows(r.tokens, r.shapes.hidden, std=STEEP if r.extreme else 1.0)
 
 
 def expert_mlp(r: Request) -> Case:
@@ -266,12 +306,12 @@ def expert_mlp(r: Request) -> Case:
     d, s = Draw(r), r.shapes
     ids, weights = routing(d, r.tokens)
     args = (
-        d.rows(r.tokens, s.hidden),
+        _mlp_input(d),
         d.matrix(s.experts, 2 * s.expert_width, s.hidden),
         d.normal(s.experts, s.expert_width, s.hidden, std=s.expert_width**-0.5),
         ids,
         weights,
-        s.routed_scale,
+        d.around(s.routed_scale),
     )
     meta = r.device == "meta"
     touched = min(s.experts, r.tokens * s.top_k) if meta else int(ids.unique().numel())
@@ -282,7 +322,7 @@ def dense_mlp(r: Request) -> Case:
     """The MLP of a dense layer."""
     d, s = Draw(r), r.shapes
     args = (
-        d.rows(r.tokens, s.hidden),
+        _mlp_input(d),
         d.matrix(2 * s.mlp_width, s.hidden),
         d.matrix(s.hidden, s.mlp_width),
     )
@@ -290,165 +330,23 @@ def dense_mlp(r: Request) -> Case:
 
 
 def softcap(r: Request) -> Case:
-    """Logits on both sides of the cap."""
+    """Logits on both sides of a cap near the model's. Extreme: a row far beyond it."""
     d, s = Draw(r), r.shapes
-    cap = s.softcap if s.softcap is not None else 30.0
-    args = (d.rows(r.tokens, s.vocabulary, std=cap / 2), cap)
+    cap = d.around(s.softcap if s.softcap is not None else 30.0)
+    logits = d.rows(r.tokens, s.vocabulary, std=cap)
+    if r.extreme:
+        logits[-1:].mul_(30)  # exp(2 * 45) is more than float32 holds
+    args = (logits, cap)
     return Case(op="softcap", request=r, args=args, work=work.softcap(r))
-
-
-# -- DFlash2 ------------------------------------------------------------------------------------
-
-
-def _blocks(r: Request) -> tuple[int, int]:
-    """(rows, rows a request): whole blocks of an anchor and its draft tokens."""
-    query = r.shapes.draft_tokens + 1
-    return -(-r.tokens // query) * query, query
-
-
-def dynamic_conv(r: Request) -> Case:
-    """One side of the grouped convolution over blocks of rows."""
-    d, s = Draw(r), r.shapes
-    rows, query = _blocks(r)
-    both = d.rows(rows, 2 * s.taps * s.conv_groups, std=0.3).unflatten(-1, (2, s.taps, -1))
-    args = (d.rows(rows, s.hidden), both[:, 0], d.normal(s.taps, s.hidden, std=0.5), query)
-    return Case(op="dynamic_conv", request=r, args=args, work=work.dynamic_conv(r, rows))
-
-
-def conv_residual_norm(r: Request) -> Case:
-    """The second side, the residual add and the next norm."""
-    d, s = Draw(r), r.shapes
-    rows, query = _blocks(r)
-    both = d.rows(rows, 2 * s.taps * s.conv_groups, std=0.3).unflatten(-1, (2, s.taps, -1))
-    args = (
-        d.rows(rows, s.hidden),
-        both[:, 1],
-        d.normal(s.taps, s.hidden, std=0.5),
-        d.rows(rows, s.hidden),
-        d.norm(s.hidden),
-        s.eps,
-        query,
-    )
-    return Case(
-        op="conv_residual_norm",
-        request=r,
-        args=args,
-        returns=("h", "x"),
-        work=work.conv_residual_norm(r, rows),
-    )
-
-
-def context_kv_write(r: Request) -> Case:
-    """Flavours "", "fp8" and "joint" (K and V rows beside each other); some rows are padding."""
-    d, s, n = Draw(r), r.shapes, r.tokens
-    fp8 = r.flavour == "fp8"
-    context, slots = min(s.context, 4096), n + 3
-    rows = d.order(slots)[:n]
-    wanted = rows
-    if n > 2:
-        wanted = torch.cat((rows[: n // 2], rows[n // 2 + 1 :]))
-        rows[n // 2] = -1
-    shape = (s.draft_layers, slots, s.draft_kv_heads, s.draft_head_dim)
-    store = FP8 if fp8 else r.dtype
-    scales = {"k_scale": None, "v_scale": None}
-    if fp8:
-        layer = torch.arange(1, s.draft_layers + 1, device=r.device, dtype=torch.float32)
-        scales = {"k_scale": layer * K_SCALE, "v_scale": layer * V_SCALE}  # type: ignore[dict-item]
-    k_rows, v_rows = (d.normal(*shape, std=100.0).to(store) for _ in range(2))
-    joint = r.flavour == "joint"
-    if joint:
-        k_rows, v_rows = beside(k_rows, v_rows)
-    args = (
-        d.rows(n, 2 * s.draft_layers * s.draft_kv_heads * s.draft_head_dim).unflatten(
-            -1, (s.draft_layers, 2, s.draft_kv_heads, s.draft_head_dim)
-        ),
-        1 + d.normal(s.draft_layers, s.draft_head_dim, std=0.1),
-        d.whole(0, context, n),
-        rope_table(context, s.draft_head_dim, s.theta, r.device).to(r.dtype),
-        k_rows,
-        v_rows,
-        rows,
-        s.eps,
-    )
-    written = tuple(
-        Written(argument=i, name=name, rows=wanted, dim=1) for i, name in ((4, "k"), (5, "v"))
-    )
-    return Case(
-        op="context_kv_write",
-        request=r,
-        args=args,
-        kwargs=scales,
-        returns=(),
-        written=written,
-        joint=(4, 5) if joint else None,
-        work=work.context_kv_write(r),
-    )
-
-
-def _requests(r: Request) -> int:
-    """Requests of which this many tokens are the draft blocks."""
-    return -(-r.tokens // (r.shapes.draft_tokens + 1))
-
-
-def _candidates(d: Draw, batch: int) -> Tensor:
-    """Different token ids for each draft position, ``[B, N, K]``."""
-    s = d.request.shapes
-    # One from each of K equal parts of the vocabulary, in random order: different without a sort.
-    part = s.full_vocabulary // s.candidates
-    inside = d.whole(0, part, batch, s.draft_tokens, s.candidates)
-    offset = torch.arange(s.candidates, device=d.request.device) * part
-    return (inside + offset)[..., d.order(s.candidates)]
-
-
-def candidate_edges(r: Request) -> Case:
-    """Codebooks of the whole vocabulary; ``tokens`` counts block rows, anchors included."""
-    d, s, batch = Draw(r), r.shapes, _requests(r)
-    n, k = s.draft_tokens, s.candidates
-    args = (
-        d.normal(s.full_vocabulary, s.selector_rank, std=s.selector_rank**-0.25),
-        d.normal(s.full_vocabulary, s.selector_rank, std=s.selector_rank**-0.25),
-        _candidates(d, batch),
-        d.normal(batch, n, k, std=3.0, dtype=torch.float32),
-        d.rows(batch, n, s.selector_rank),
-        d.whole(0, s.full_vocabulary, batch),
-    )
-    return Case(
-        op="candidate_edges",
-        request=r,
-        args=args,
-        returns=("edges",),
-        work=work.candidate_edges(r, batch),
-    )
-
-
-def selector_walk(r: Request) -> Case:
-    """Flavours "" (greedy) and "sampled" (every other request at a temperature)."""
-    d, s, batch = Draw(r), r.shapes, _requests(r)
-    n, k = s.draft_tokens, s.candidates
-    edges = d.normal(batch, n, k, k, std=2.0, dtype=torch.float32)
-    if batch:
-        edges[:, :, :, 1] = edges[:, :, :, 0]  # ties: the first maximum counts
-    temperature = torch.zeros(batch, device=r.device)
-    noise = None
-    if r.flavour == "sampled":
-        temperature[::2] = 0.7
-        flat = torch.rand(batch, n, k, generator=d.generator, device=r.device)
-        noise = -torch.log(-torch.log(flat.clamp(1e-6, 1 - 1e-6)))
-    args = (edges, _candidates(d, batch), temperature, noise)
-    return Case(
-        op="selector_walk",
-        request=r,
-        args=args,
-        returns=("tokens", "realized"),
-        work=work.selector_walk(r, batch),
-    )
 
 
 MAKERS: dict[str, Callable[[Request], Case]] = {
     f.__name__: f
     for f in (
         rms_norm, boundary, qkvg, qkv_write, decode_attention, prefill_attention, output_gate,
-        router, expert_mlp, dense_mlp, softcap, dynamic_conv, conv_residual_norm,
-        context_kv_write, candidate_edges, selector_walk,
+        router, expert_mlp, dense_mlp, softcap,
+        inputs_dflash2.dynamic_conv, inputs_dflash2.conv_residual_norm,
+        inputs_dflash2.context_kv_write, inputs_dflash2.candidate_edges,
+        inputs_dflash2.selector_walk,
     )
 }  # fmt: skip

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from workbench.errors import KernelError
 from workbench.model.config import BeamConfig
 
 WORDS = ("all", "sliding", "full", "dense", "sparse")
-_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+_RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_AROUND = re.compile(r" *([,-]) *")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +74,7 @@ def describe(layers: str | int | Iterable[int]) -> str:
     Raises:
         KernelError: not a pattern.
     """
-    if isinstance(layers, int) and not isinstance(layers, bool):
-        text = str(layers)
-    elif isinstance(layers, str):
-        text = layers.replace(" ", "")
-    elif isinstance(layers, Iterable):
-        text = ",".join(str(n) for n in layers)
-    else:
-        text = repr(layers)
+    text = _AROUND.sub(r"\1", layers.strip(" ")) if isinstance(layers, str) else _numbers(layers)
     parts = text.split(",")
     for part in parts:
         found = _RANGE.fullmatch(part)
@@ -91,6 +86,21 @@ def describe(layers: str | int | Iterable[int]) -> str:
                 "such as 0-8, or several of these with commas"
             )
     return text
+
+
+def _numbers(layers: object) -> str:
+    """Whole numbers of any kind (int, numpy's) as text; what is none comes out as no pattern."""
+    if isinstance(layers, bool | str):
+        return str(layers)
+    try:
+        number = operator.index(layers)  # type: ignore[arg-type]
+        return str(number) if abs(number) < 10**6 else "a number of more than 6 digits"
+    except Exception:  # whatever a foreign class raises: it is no whole number
+        pass
+    try:
+        return ",".join(_numbers(each) for each in layers)  # type: ignore[attr-defined]
+    except Exception:
+        return f"{layers!r:.60}"
 
 
 def matching(pattern: str, kinds: LayerKinds) -> list[int]:

@@ -89,11 +89,14 @@ _ATTENTION = {"o": Gate(relative=2.0, row=2.5, element=4.0)}
 _FLAVOURS: dict[str, tuple[str, ...]] = {
     "qkv_write": (
         "sliding", "full", "sliding fp8", "full fp8", "sliding joint", "full joint",
+        "sliding sequence", "full sequence",
     ),
     "decode_attention": (
         "sliding", "full", "sliding verify", "full verify", "sliding fp8", "full fp8",
     ),
-    "prefill_attention": ("sliding", "full", "sliding ragged", "full ragged"),
+    "prefill_attention": (
+        "sliding", "full", "sliding ragged", "full ragged", "sliding batch", "full batch",
+    ),
     "router": ("", "groups"),
     "context_kv_write": ("", "fp8", "joint"),
     "selector_walk": ("", "sampled"),

@@ -11,6 +11,7 @@ that cannot run here is an error when it is selected, or, where the caller asked
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,9 +24,13 @@ from workbench.errors import KernelError
 from workbench.kernels.catalogue import BUILT_IN, LAYER_OPS, MODEL_OPS, OPS, REFERENCE
 from workbench.kernels.layers import LayerKinds, describe, matching
 from workbench.kernels.requirements import Requirement, Where
+from workbench.kernels.tables import Kernels, Resolution, Resolved
 
 F = TypeVar("F", bound=Callable[..., Any])
 Missing = Literal["error", "torch"]
+NAME_LENGTH = 60  # characters of a variant's name: it stands in tables and sentences
+# Built-in variants that autograd sees through; Triton's and vLLM's kernels it does not.
+DIFFERENTIABLE = (REFERENCE, "compile", "dense")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +45,24 @@ class Variant:
 
     def why_not(self, where: Where) -> str | None:
         """None where it runs; else a clause that says why it does not."""
-        for requirement in self.requires:
+        return _unmet(self.requires, where)
+
+
+def _unmet(requires: Iterable[Requirement], where: Where) -> str | None:
+    """The clause of the first requirement that does not hold; one that fails does not hold."""
+    for requirement in requires:
+        name = getattr(requirement, "__name__", "") or "requirement"
+        try:
             reason = requirement(where)
-            if reason is not None:
-                return reason
-        return None
+        except Exception as error:
+            words = " ".join(str(error).split())
+            return f"its requirement {name} failed: {type(error).__name__}: {words:.200}"
+        if reason is None:
+            continue
+        if isinstance(reason, str) and reason.strip():
+            return " ".join(reason.split())
+        return f"its requirement {name} failed: it gave {reason!r:.40}, not None or why not"
+    return None
 
 
 _variants: dict[tuple[str, str], Variant] = {}
@@ -60,32 +78,57 @@ def register(op: str, name: str, *, requires: Sequence[Requirement] = ()) -> Cal
     with the workbench cannot be replaced.
 
     Raises:
-        KernelError: an unknown operation, a name that is taken or empty, or not a function.
+        KernelError: an unknown operation, a name that is taken, no identifier or too long, a
+            requirement that is no function, or not a function.
     """
     _check_op(op)
-    if not isinstance(name, str) or not name.isidentifier():
-        raise KernelError(
-            f"a variant of {op} needs a name that is an identifier, not {name!r:.60}; "
-            'for example @register("boundary", "mine")'
-        )
+    check_name(op, name)
+    if not isinstance(requires, tuple | list):
+        raise KernelError(f"requires of {name} of {op} must be a list, not {requires!r:.40}")
+    requires = tuple(requires)
+    for one in requires:
+        if not callable(one):
+            raise KernelError(
+                f"requires of {name} of {op} must hold functions that say None or why not, "
+                f"not {one!r:.40}"
+            )
+    # The module that registers, and not the function's own: decorators copy that (functools.wraps).
+    origin = str(sys._getframe(1).f_globals.get("__name__", ""))
 
     def decorate(function: F) -> F:
         global _generation
         if not callable(function):
             raise KernelError(f"variant {name} of {op} must be a function, not {function!r:.60}")
-        origin = getattr(function, "__module__", "") or ""
-        if name in BUILT_IN.get(op, {}) and not origin.startswith("workbench.kernels"):
+        if name in BUILT_IN[op] and origin != BUILT_IN[op][name].module:
             raise KernelError(
                 f"{name} of {op} comes with the workbench and is not replaced; choose another name"
             )
         with _lock:
             _variants[op, name] = Variant(
-                op=op, name=name, function=function, requires=tuple(requires), origin=origin
+                op=op, name=name, function=function, requires=requires, origin=origin
             )
             _generation += 1
         return function
 
     return decorate
+
+
+def check_name(op: str, name: object) -> None:
+    """Refuse what cannot be the name of a variant of ``op``.
+
+    Raises:
+        KernelError: not an identifier, or one of more than :data:`NAME_LENGTH` characters.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise KernelError(
+            f"a variant of {op} needs a name that is an identifier, not {name!r:.60}; "
+            'for example @register("boundary", "mine")'
+        )
+    if len(name) > NAME_LENGTH:
+        raise KernelError(
+            f"a variant of {op} needs a name of at most {NAME_LENGTH} characters, and "
+            f"{name[:20]}… has {len(name):,}; choose a shorter one"
+        )
 
 
 def unregister(op: str, name: str) -> None:
@@ -136,10 +179,9 @@ def why_not(op: str, name: str, where: Where) -> str | None:
         )
     if (op, name) not in _variants:
         # Asked before the module is imported: importing it may be what cannot be done here.
-        for requirement in BUILT_IN[op][name].requires:
-            reason = requirement(where)
-            if reason is not None:
-                return reason
+        reason = _unmet(BUILT_IN[op][name].requires, where)
+        if reason is not None:
+            return reason
     return _load(op, name).why_not(where)
 
 
@@ -270,7 +312,18 @@ class use:  # noqa: N801 - reads as a verb: with use(boundary="triton")
         return chosen
 
     def __exit__(self, *exc: object) -> None:
-        _selection.reset(self._tokens.pop())
+        # From the last: one object may be entered in several threads, and each ends its own.
+        for at in range(len(self._tokens) - 1, -1, -1):
+            try:
+                _selection.reset(self._tokens[at])
+            except ValueError:  # made in another context
+                continue
+            del self._tokens[at]
+            return
+        raise KernelError(
+            f"{self!r:.80}: left where it was not entered; a block ends in the thread or task "
+            "that began it"
+        )
 
     def __repr__(self) -> str:
         what = ", ".join(f"{r.op}={r.variant!r}" for r in self._rules) or "nothing"
@@ -305,16 +358,36 @@ def deselect(op: str, variant: str) -> None:
 
 
 def reset(to: Selection = ()) -> None:
-    """Forget every :func:`select` (or go back to the rules it gave earlier)."""
+    """Forget every :func:`select` (or go back to the rules it gave earlier).
+
+    Raises:
+        KernelError: not rules.
+    """
     global _default
+    chosen = _as_rules(to)
     with _lock:
-        _default = tuple(to)
+        _default = chosen
+
+
+def _as_rules(given: object) -> Selection:
+    found = tuple(given) if isinstance(given, tuple | list) else (given,)
+    for one in found:
+        if not isinstance(one, Rule):
+            raise KernelError(
+                "a selection is what select(), rules() or selection() gave, not "
+                f"{given!r:.60}; reset() alone forgets all"
+            )
+    return found
 
 
 @contextmanager
 def exactly(chosen: Selection) -> Iterator[Selection]:
-    """Only these rules inside the block, whatever is selected outside it."""
-    token = _selection.set(tuple(chosen))
+    """Only these rules inside the block, whatever is selected outside it.
+
+    Raises:
+        KernelError: not rules.
+    """
+    token = _selection.set(_as_rules(chosen))
     try:
         yield chosen
     finally:
@@ -324,63 +397,12 @@ def exactly(chosen: Selection) -> Iterator[Selection]:
 # -- resolution ---------------------------------------------------------------------------------
 
 
-class Kernels:
-    """A table of functions, one for each operation. Made once, read in every call."""
-
-    __slots__ = OPS
-
-    qkvg: Callable[..., Any]
-    qkv_write: Callable[..., Any]
-    decode_attention: Callable[..., Any]
-    prefill_attention: Callable[..., Any]
-    output_gate: Callable[..., Any]
-    boundary: Callable[..., Any]
-    router: Callable[..., Any]
-    expert_mlp: Callable[..., Any]
-    dense_mlp: Callable[..., Any]
-    rms_norm: Callable[..., Any]
-    softcap: Callable[..., Any]
-    dynamic_conv: Callable[..., Any]
-    conv_residual_norm: Callable[..., Any]
-    context_kv_write: Callable[..., Any]
-    candidate_edges: Callable[..., Any]
-    selector_walk: Callable[..., Any]
-
-    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        for op in OPS:
-            setattr(self, op, functions[op])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """One line of the table: for these layers, asked for, used, and why they differ."""
-
-    op: str
-    layers: str
-    requested: str
-    resolved: str
-    reason: str = ""
-
-    def to_dict(self) -> dict[str, str]:
-        """The values by name, for JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolution:
-    """What a selection means for a model: function tables, and the lines that explain them."""
-
-    layers: tuple[Kernels, ...]
-    model: Kernels
-    rows: tuple[Resolved, ...]
-
-
 def resolve(kinds: LayerKinds, where: Where, chosen: Selection | None = None) -> Resolution:
     """Function tables of every layer under ``chosen`` (the rules in force when None).
 
     Raises:
         KernelError: a selected variant cannot run at ``where`` and its rule does not say
-            ``missing="torch"``; or a pattern matches no layer.
+            ``missing="torch"``; or a pattern matches no layer, or none that has the operation.
     """
     return _resolve(kinds, where, selection() if chosen is None else chosen, _generation)
 
@@ -391,7 +413,15 @@ def _resolve(kinds: LayerKinds, where: Where, chosen: Selection, _: int) -> Reso
     whole: dict[str, Rule] = {}
     for rule in chosen:
         if rule.op in LAYER_OPS:
-            for layer in matching(rule.layers, kinds):
+            named = matching(rule.layers, kinds)
+            if rule.layers != "all" and not any(kinds.has(rule.op, layer) for layer in named):
+                others = [i for i in kinds if kinds.has(rule.op, i)]
+                having = f"layers={kinds.name(others, 'boundary')!r}" if others else "none"
+                raise KernelError(
+                    f"layers={rule.layers!r:.60} names no layer that has {rule.op}; this model "
+                    f"has it in {having}"
+                )
+            for layer in named:
                 asked[layer][rule.op] = rule
         else:
             whole[rule.op] = rule
@@ -444,4 +474,12 @@ def _resolve(kinds: LayerKinds, where: Where, chosen: Selection, _: int) -> Reso
         rows.append(
             Resolved(op=op, layers="", requested=requested, resolved=variant.name, reason=reason)
         )
-    return Resolution(layers=layers, model=model, rows=tuple(rows))
+    used = dict.fromkeys((row.op, row.resolved) for row in rows)
+    return Resolution(
+        layers=layers,
+        model=model,
+        rows=tuple(rows),
+        forward_only=tuple(
+            (op, name) for op, name in used if name in BUILT_IN[op] and name not in DIFFERENTIABLE
+        ),
+    )

@@ -8,9 +8,10 @@ wheel carries, and in ``benchmarks/results/`` of a checkout. Needs no torch.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from math import isfinite
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,8 @@ class BenchRow:
 
     ``status`` is the check's, on the very arguments that were timed; ``gate`` names the gate that
     refused it ("after timing: …" where the outputs of the timed loop failed), ``reason`` says in
-    words why it was refused, or why a variant that passed has no time. Errors are relative to the
+    words why it was refused, why a variant that passed has no time, or what a reader must know of
+    it. Errors are relative to the
     float64 oracle: the variant's, and the torch reference's own on the same arguments.
 
     ``microseconds`` is the median over ``rounds`` of one call, ``microseconds_low`` and ``_high``
@@ -79,8 +81,10 @@ class BenchRow:
             raise KernelError(f"{what}: unknown status {self.status!r:.40}")
         for name in _NUMBERS:
             value = getattr(self, name)
-            if value is not None and not (isfinite(value) and value >= 0):
-                raise KernelError(f"{what}: {name} must be a number of 0 or more, not {value}")
+            if value is not None and not (_is_number(value) and value >= 0):
+                raise KernelError(
+                    f"{what}: {name} must be a number of 0 or more, not {_shown(value)}"
+                )
         timed = [name for name in SPEEDS if getattr(self, name) is not None]
         if timed and self.status != "passed":
             raise KernelError(
@@ -120,6 +124,11 @@ SPEEDS = (
 )
 _COUNTS = ("tokens", "tp", "calls", "rounds")
 _NUMBERS = (*_COUNTS, *SPEEDS, "max_error", "own_error", "bytes", "flops", "bound_microseconds")
+_WITH_A_TIME = (
+    *SPEEDS[1:6],
+    *("calls", "rounds", "in_graph", "bytes", "flops", "math", "bound_microseconds", "limit"),
+)
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +216,10 @@ class BenchResult:
                 raise KernelError(
                     f"{where}: {name} is missing or of the wrong type; run the bench again"
                 )
+            if isinstance(value, str) and not value.isprintable():
+                raise KernelError(
+                    f"{where}: {name} holds control characters ({value!a:.60}); run the bench again"
+                )
             return value
 
         columns = part("columns", list)
@@ -232,7 +245,7 @@ class BenchResult:
             interrupted=part("interrupted", bool),
             versions=part("versions", dict),
             machine=part("machine", dict),
-            peaks=part("peaks", dict),
+            peaks=_peaks(part("peaks", dict), where),
             how="recorded",
         )
 
@@ -250,23 +263,72 @@ class BenchResult:
         write_whole(path, text.encode())
 
 
+def _is_number(value: Any) -> bool:
+    """A finite number that a float can hold; a bool is none."""
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return real and abs(value) <= _LARGEST
+
+
+def _shown(value: Any) -> str:
+    """A value for a sentence: in ASCII, a few words long."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST:
+        return "a number beyond what a float holds"  # Python refuses to print the longest
+    return f"{value!a:.40}"
+
+
+def _peaks(given: dict[str, Any], where: str) -> dict[str, Any]:
+    """Rates as figures and tables use them, or none at all."""
+    flops = given.get("flops")
+    rates = [given.get("bandwidth"), *(flops.values() if isinstance(flops, dict) else [None])]
+    if given and not all(_is_number(rate) and rate > 0 for rate in rates):
+        raise KernelError(
+            f"{where}: peaks need a bandwidth and flops, numbers of more than 0; run the bench "
+            "again"
+        )
+    return given
+
+
+def row_of(values: Any, where: str) -> BenchRow:
+    """The row that :meth:`BenchRow.to_dict` gave, every value checked.
+
+    Raises:
+        KernelError: it is something else; ``where`` is named.
+    """
+    if not isinstance(values, dict) or set(values) != {*COLUMNS, "available", "passed"}:
+        raise KernelError(f"{where} is no row of a bench")
+    row = _row({name: values[name] for name in COLUMNS}, where)
+    if row.to_dict() != values:
+        raise KernelError(f"{where}: available or passed is not what its status says")
+    return row
+
+
 def _row(values: dict[str, Any], where: str) -> BenchRow:
     for name, value in values.items():
         if name in _COUNTS:
-            fine = isinstance(value, int) and not isinstance(value, bool)
+            fine = isinstance(value, int) and _is_number(value)
             fine = fine or (value is None and name in ("calls", "rounds"))
         elif name in _NUMBERS:
-            fine = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+            fine = value is None or _is_number(value)
         elif name == "in_graph":
             fine = value is None or isinstance(value, bool)
-        else:
-            fine = isinstance(value, str)
+        else:  # a name or a sentence: control characters would move a terminal's cursor
+            fine = isinstance(value, str) and (value.isprintable() or name == "reason")
         if not fine:
-            raise KernelError(f"{where}: {name} cannot be {value!r:.40}; run the bench again")
+            raise KernelError(f"{where}: {name} cannot be {_shown(value)}; run the bench again")
     try:
-        return BenchRow(**values)
+        row = BenchRow(**values)
     except KernelError as error:
         raise KernelError(f"{where}: {error}") from None
+    if row.timed:
+        lacking = [name for name in _WITH_A_TIME if getattr(row, name) in (None, "")]
+        if lacking:
+            raise KernelError(f"{where}: a time is given without {lacking[0]}; run the bench again")
+        low, high = row.microseconds_low or 0.0, row.microseconds_high or inf
+        if not low <= (row.microseconds or 0.0) <= high:
+            raise KernelError(
+                f"{where}: the median is not between its percentiles; run the bench again"
+            )
+    return row
 
 
 def _short(value: Any) -> Any:

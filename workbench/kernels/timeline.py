@@ -25,7 +25,7 @@ from workbench.errors import KernelError
 from workbench.files import write_whole
 from workbench.kernels import registry
 from workbench.kernels.catalogue import OPS
-from workbench.kernels.registry import Kernels, Resolution
+from workbench.kernels.tables import Kernels, Resolution
 
 # Complete events of these categories are kept: what ran, and where it was launched.
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -3,6 +3,10 @@
 A kernel that writes out of bounds, hangs or takes the process down takes down the child; what comes
 back is a :class:`Trial` that says which. Source that a notebook cell registered is taken from the
 cell, so a cell that defines a variant must hold everything the variant needs, imports included.
+
+A trial finds mistakes, not malice: whatever the child writes raises nothing here and what is no
+verdict counts as a crash, but code that runs in the child can write a well-formed verdict of its
+own, and it has the rights of the user who tried it.
 """
 
 from __future__ import annotations
@@ -10,36 +14,34 @@ from __future__ import annotations
 import contextlib
 import json
 import linecache
-import math
 import os
-import queue
 import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
-import workbench
 from workbench.errors import KernelError
 from workbench.kernels import ledger, registry
 from workbench.kernels.case import Request
 from workbench.kernels.catalogue import BUILT_IN, REFERENCE
-from workbench.kernels.check import Finding, Verdict, check
+from workbench.kernels.check import Verdict, check
+from workbench.kernels.child import MARK, run_child, whole_characters
 from workbench.kernels.ops import DTYPES, operation
 from workbench.kernels.requirements import Where
+from workbench.kernels.results import row_of
 from workbench.kernels.shapes import Shapes
 from workbench.kernels.triton_compile import Compiled, Job, compile_in_child
 
 OUTPUT_BYTES = 4000  # of what it printed, the end
 TIMING_SECONDS = 0.5  # of rounds
 SECONDS = 120.0  # a child imports torch and Triton first: some seconds on a small machine
+MOST_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +91,7 @@ def source_of(op: str, variant: str) -> str:
     Raises:
         KernelError: there is no such variant, or its source is not to be had.
     """
-    function = registry.find(op, variant).function
-    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
-    name = "" if code is None else code.co_filename
+    name = _file_of(op, variant)
     text = "".join(linecache.getlines(name)) if name else ""
     if not text:
         raise KernelError(
@@ -101,12 +101,20 @@ def source_of(op: str, variant: str) -> str:
     return text
 
 
+def _file_of(op: str, variant: str) -> str:
+    """The name of the file, or the cell, of the variant's code; "" where it has none."""
+    function = registry.find(op, variant).function
+    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+    return "" if code is None else str(code.co_filename)
+
+
 def trial(
     op: str,
     variant: str,
     shapes: Shapes,
     *,
     source: str | None = None,
+    folder: str | Path | None = None,
     tokens: Sequence[int] = (1, 7),
     dtypes: Sequence[str] = ("bfloat16", "float32"),
     device: str | None = None,
@@ -116,39 +124,57 @@ def trial(
 ) -> Trial:
     """Check, time and compile a variant in child processes, within ``seconds`` in all.
 
-    ``source`` is Python that registers it, by default the cell or file that did. A variant that
-    fails is also taken out of what is selected. ``on_progress`` is told in words where things are.
+    ``source`` is Python that registers it, by default the cell or file that did; modules beside it
+    are found in ``folder``, by default that of the file, or the working directory. A variant that
+    fails is also taken out of what is selected; the verdict is kept (``ledger``) where the source
+    is that of the registered function. ``on_progress`` is told in words where things are.
 
     Raises:
-        KernelError: an unknown operation, no source, or settings that cannot be.
+        KernelError: an unknown operation, no source, settings that cannot be, or a trial inside a
+            trial: a cell that registers a variant and tries it is run again by the child.
     """
     operation(op)
+    if not isinstance(shapes, Shapes):
+        raise KernelError(
+            f"shapes must be a Shapes, such as beam.shapes, not {type(shapes).__name__}"
+        )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _refuse_settings(op, variant, tokens, dtypes, device, seconds)
-    text = source_of(op, variant) if source is None else source
-    registered = registry.function(op, variant)  # the verdict is on this, whatever replaces it
+    if MARK in os.environ:
+        raise KernelError(
+            f"{variant} of {op} is being tried in this very process, which starts no trial of its "
+            "own; call try_variant in another cell or file than the one that registers the variant"
+        )
+    if source is None:
+        source = source_of(op, variant)
+    # The verdict is on this function, whatever replaces it meanwhile, where this is its source.
+    registered, where = registry.function(op, variant), ""
+    if registered is not None:
+        where = _file_of(op, variant)
+        if not where or "".join(linecache.getlines(where)) != source:
+            registered, where = None, ""
+    if folder is None:
+        folder = Path(where).parent if Path(where).is_file() else Path.cwd()
     started = time.monotonic()
     tell = on_progress or (lambda _: None)
-    with tempfile.TemporaryDirectory(prefix="workbench-trial-") as folder:
-        path = Path(folder) / f"{variant}_{op}.py"
-        path.write_text(text, encoding="utf-8")
-        argument = {
-            "path": str(path),
-            "op": op,
-            "variant": variant,
-            "shapes": shapes.to_dict(),
-            "tokens": list(tokens),
-            "dtypes": list(dtypes),
-            "device": device,
-        }
-        found = _run(argument, seconds, tell)
-        compiled: list[Compiled] = []
-        if found["status"] == "passed" and compile_for and "triton" in text:
-            left = seconds - (time.monotonic() - started)
-            tell("compiling for " + " and ".join(f"sm_{c}" for c in compile_for))
-            job = Job(name=variant, call=f"{__name__}:compile_here", argument=argument)
-            compiled = compile_in_child([job], max(1.0, left), targets=compile_for)
-            compiled = [c for c in compiled if c.error != "launches no Triton kernel"]
+    argument = {
+        "source": source.removeprefix("\ufeff"),
+        "folder": str(Path(folder).resolve()),
+        "op": op,
+        "variant": variant,
+        "shapes": shapes.to_dict(),
+        "tokens": list(tokens),
+        "dtypes": list(dtypes),
+        "device": device,
+    }
+    found = _run(argument, seconds, tell)
+    compiled: list[Compiled] = []
+    if found["status"] == "passed" and compile_for and "triton" in source:
+        left = seconds - (time.monotonic() - started)
+        tell("compiling for " + " and ".join(f"sm_{c}" for c in compile_for))
+        job = Job(name=variant, call=f"{__name__}:compile_here", argument=argument)
+        compiled = compile_in_child([job], max(1.0, left), targets=compile_for)
+        compiled = [c for c in compiled if c.error != "launches no Triton kernel"]
     result = Trial(
         op=op,
         variant=variant,
@@ -172,15 +198,18 @@ def _refuse_settings(
     seconds: Any,
 ) -> None:
     """KernelError for what the child could only fail on."""
-    if not isinstance(variant, str) or not variant.isidentifier():
-        raise KernelError(f"the name of a variant is an identifier, not {variant!r:.60}")
+    registry.check_name(op, variant)
     if variant in BUILT_IN[op]:
         raise KernelError(
             f"{variant} of {op} comes with the workbench and needs no trial; check_variant checks "
             "it, and a variant of your own needs another name"
         )
-    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise KernelError(f"seconds must be a number more than 0, not {seconds!r:.40}")
+    real = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not real or not 0 < seconds <= MOST_SECONDS:
+        raise KernelError(
+            f"seconds must be a number more than 0 and at most {MOST_SECONDS:,.0f} (a day), not "
+            f"{seconds!r:.40}"
+        )
     if not _several(tokens) or any(type(n) is not int or n < 1 for n in tokens):
         raise KernelError(
             f"tokens must be one or more whole numbers above 0, not {tokens!r:.60}; for example "
@@ -204,147 +233,102 @@ def _several(given: Any) -> bool:
 def _run(argument: dict[str, Any], seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
     """The checking child: fields of a Trial."""
     op, variant = argument["op"], argument["variant"]
-    deadline = time.monotonic() + seconds
-    root = str(Path(workbench.__file__).resolve().parent.parent)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    }
-    environment.pop("TRITON_INTERPRET", None)
     verdict: Verdict | None = None
-    said: dict[str, Any] = {}
-    at = "starting"
+    said: dict[str, str] = {"progress": "starting"}
+    timing: dict[str, Any] | None = None
 
-    def failed(status: str, error: str, gate: str = "") -> dict[str, Any]:
+    def take(message: dict[str, Any]) -> bool:
+        nonlocal verdict, timing
+        if len(message) != 1:
+            return False
+        kind, value = next(iter(message.items()))
+        if kind in ("progress", "error", "untimed") and isinstance(value, str):
+            said[kind] = " ".join(whole_characters(value).split())
+            if kind == "progress":
+                tell(said[kind])
+            return True
+        if kind == "timing":
+            timing = _timing(value, op, variant)
+            return timing is not None
+        found = ledger.read(value, op, variant) if kind == "verdict" else None
+        if verdict is None or verdict.passed:  # what is refused stays refused
+            verdict = found or verdict
+        return found is not None
+
+    ended = run_child(
+        __name__,
+        json.dumps(argument),
+        time.monotonic() + seconds,
+        take,
+        output_bytes=OUTPUT_BYTES,
+        TRITON_INTERPRET=None,
+    )
+
+    def failed(status: str, error: str) -> dict[str, Any]:
         # Not what it may have said before: a verdict of a process that then broke is worth nothing.
         made = Verdict(
-            op=op,
-            variant=variant,
-            status=status,
-            gate=gate,
-            reason=error,
-            device=argument["device"],
+            op=op, variant=variant, status=status, reason=error, device=argument["device"]
         )
-        return {"status": status, "gate": gate, "error": error, "verdict": made, "output": output}
+        return {"status": status, "error": error, "verdict": made, "output": ended.output}
 
-    with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
-        )
-        assert child.stdin is not None
-        assert child.stdout is not None
-        lines: queue.Queue[str | None] = queue.Queue()
-        reader = threading.Thread(target=_read, args=(child.stdout, lines), daemon=True)
-        reader.start()
-        late = False
-        try:
-            with contextlib.suppress(BrokenPipeError):  # it died at once: its stderr says why
-                child.stdin.write(json.dumps(argument))
-                child.stdin.close()
-            while True:
-                line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
-                if line is None:
-                    break
-                message = _message(line)
-                if "progress" in message:
-                    at = message["progress"]
-                    tell(at)
-                elif "verdict" in message:
-                    verdict = _verdict(message["verdict"])
-                else:
-                    said |= message
-            child.wait(timeout=max(0.0, deadline - time.monotonic()) + 5)
-        except (queue.Empty, subprocess.TimeoutExpired):
-            late = True
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            reader.join(timeout=5)
-            if not reader.is_alive():  # else a process that left the group holds the pipe open
-                child.stdout.close()
-        errors.seek(max(0, errors.seek(0, os.SEEK_END) - OUTPUT_BYTES))
-        output = errors.read().decode(errors="replace")
     # What is refused stays refused, however the process ended after it.
     if verdict is None or verdict.passed:
-        if late:
+        at = said["progress"]
+        if ended.spoiled:
+            return failed("crashed", f"the process wrote something that is no verdict, while {at}")
+        if ended.late:
             return failed("time limit", f"did not return within {seconds:g} s, while {at}")
         if "error" in said:
             return failed("raised", said["error"])
-        if child.returncode != 0 or verdict is None:
-            how = _ending(child.returncode)
-            last = output.strip().splitlines()[-1:] or ["it said nothing"]
-            return failed("crashed", f"the process ended with {how}, while {at}: {last[0]:.200}")
+        if ended.code != 0 or verdict is None:
+            last = ended.output.strip().splitlines()[-1:]
+            hint = "" if ended.code != -signal.SIGSEGV else "; an access outside of a tensor?"
+            tail = f": {last[0]:.200}" if last else hint
+            return failed("crashed", f"the process ended with {ended.how}, while {at}{tail}")
     return {
         "status": verdict.status,
         "gate": verdict.gate,
         "error": verdict.reason,
         "verdict": verdict,
-        "timing": said.get("timing"),
+        "timing": timing if verdict.passed else None,
         "untimed": said.get("untimed", ""),
-        "output": output,
+        "output": ended.output,
     }
 
 
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
+def _timing(fields: Any, op: str, variant: str) -> dict[str, Any] | None:
+    """A row of a bench on this variant, with a time; None for anything else."""
     try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
-
-
-def _verdict(fields: dict[str, Any]) -> Verdict:
-    failed = tuple(Finding(**each) for each in fields["failed"])
-    kept = {k: v for k, v in fields.items() if k not in ("passed", "failed")}
-    return Verdict(**kept, findings=failed)
-
-
-def _message(line: str) -> dict[str, Any]:
-    """What the child says; {} for a line that is not the child's own (a kernel found its pipe)."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _read(stream: Any, lines: queue.Queue[str | None]) -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(None)
+        row = row_of(fields, "the timing")
+    except KernelError:
+        return None
+    fits = (row.op, row.variant) == (op, variant) and row.timed
+    return row.to_dict() if fits else None
 
 
 # -- in the child -------------------------------------------------------------------------------
 
 
-def _import(path: str) -> None:
-    """Run the file that registers the variant, Triton being in the right mode before it."""
-    import importlib.util
-
+def _import(argument: dict[str, Any]) -> None:
+    """Run the source that registers the variant, Triton being in the right mode before it."""
     with contextlib.suppress(Exception):  # without Triton a torch variant can be tried all the same
         from workbench.kernels import triton_runtime
 
         _ = triton_runtime.triton
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
-        raise KernelError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    sys.path.append(argument["folder"])  # last: what lies there hides nothing
+    source = argument["source"]
+    module = ModuleType(f"{argument['variant']}_{argument['op']}")
+    module.__file__ = str(Path(argument["folder"]) / f"{module.__name__}.py")
+    # No such file need be: Triton and tracebacks read the lines from here, as those of a cell.
+    lines = source.splitlines(keepends=True)
+    linecache.cache[module.__file__] = (len(source), None, lines, module.__file__)
+    sys.modules[module.__name__] = module
+    exec(compile(source, module.__file__, "exec", dont_inherit=True), module.__dict__)
 
 
 def compile_here(argument: dict[str, Any]) -> None:
     """Call the variant on the meta device; ``triton_compile`` compiles what it would launch."""
-    _import(argument["path"])
+    _import(argument)
     op, variant = operation(argument["op"]), argument["variant"]
     function = registry.find(op.name, variant).function
     shapes = Shapes(**argument["shapes"])
@@ -358,6 +342,16 @@ def compile_here(argument: dict[str, Any]) -> None:
             function(*case.fresh(), **case.kwargs)
 
 
+def _finite(value: Any) -> Any:
+    """The value with the largest number in place of infinity and NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    odd = isinstance(value, float) and not abs(value) <= sys.float_info.max
+    return sys.float_info.max if odd else value
+
+
 def _main() -> None:
     """A request on stdin, JSON lines on what was stdout; what the code prints goes to stderr."""
     argument = json.load(sys.stdin)
@@ -365,17 +359,21 @@ def _main() -> None:
     os.dup2(2, 1)
 
     def say(message: dict[str, Any]) -> None:
-        out.write(json.dumps(message) + "\n")
+        out.write(json.dumps(_finite(message)) + "\n")
         out.flush()
 
     op, variant, device = argument["op"], argument["variant"], argument["device"]
     shapes = Shapes(**argument["shapes"])
     say({"progress": "importing"})
     try:
-        _import(argument["path"])
+        _import(argument)
         registry.find(op, variant)
     except BaseException as error:
-        say({"error": f"{type(error).__name__}: {error!s:.400}"})
+        try:
+            words = f"{error!s:.400}"
+        except Exception:  # its __str__ is foreign too
+            words = "it has no words"
+        say({"error": f"{type(error).__name__}: {words}"})
         return
 
     def told(done: int, of: int, label: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.kernels.launching import dependent_launch, multiprocessors
+from workbench.kernels.launching import dependent_launch, multiprocessors, strided
 from workbench.kernels.reach import Reach
 from workbench.kernels.registry import register
 from workbench.kernels.requirements import triton_runs
@@ -288,6 +288,7 @@ def decode_plan(
 
 
 @register("decode_attention", "triton", requires=(triton_runs,))
+@strided("q", "k_cache", "v_cache")
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,

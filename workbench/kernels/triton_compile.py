@@ -5,7 +5,7 @@ the arguments as Triton would (types, constants, divisibility by 16) and compile
 instead. Inputs may lie on the meta device, so that full Beam shapes take no memory.
 
 Kernels that a process interprets cannot be compiled in it: ``compile_in_child`` runs jobs in a
-Python of its own, with a time limit, and survives a compiler that hangs or crashes.
+Python of its own (``child.py``), with a time limit, and survives a compiler that hangs or crashes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ import importlib
 import importlib.util
 import json
 import os
-import queue
 import re
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,8 +27,8 @@ from typing import Any
 
 import torch
 
-import workbench
 from workbench.errors import WorkbenchError
+from workbench.kernels.child import MARK, is_number, run_child, whole_characters
 
 __all__ = ["TARGETS", "CompileError", "Compiled", "Job", "compile_in_child", "intercepted"]
 
@@ -89,8 +85,32 @@ class Compiled:
         return dataclasses.asdict(self) | {"features": list(self.features)}
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Compiled:
-        return cls(**fields | {"features": tuple(fields["features"])})
+    def from_dict(cls, fields: Any) -> Compiled:
+        """What ``to_dict`` gave.
+
+        Raises:
+            CompileError: it is something else.
+        """
+        if not isinstance(fields, dict) or set(fields) != set(cls.__slots__):
+            raise CompileError("A compiled kernel has other fields than these.")
+        made: dict[str, Any] = {}
+        for name, value in fields.items():
+            if name == "constants":
+                fine = isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+            elif name == "features":
+                fine = isinstance(value, list) and all(isinstance(v, str) for v in value)
+                value = tuple(value) if fine else value
+            elif name == "seconds":
+                fine = value is None or is_number(value)
+            elif name in ("job", "kernel", "target", "error"):
+                fine = isinstance(value, str) or (value is None and name == "error")
+                value = whole_characters(value) if isinstance(value, str) else value
+            else:
+                fine = value is None or (isinstance(value, int) and is_number(value))
+            if not fine:
+                raise CompileError(f"{name} of a compiled kernel cannot be {value!r:.40}.")
+            made[name] = value
+        return cls(**made)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,11 +299,13 @@ def _resources(cubin: bytes, name: str) -> tuple[int, int]:
 
     Triton itself reads the same two from the driver, once a kernel is loaded on a GPU.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
+    # In memory: a process that is cut off leaves no folder behind.
+    with os.fdopen(os.memfd_create("kernel.cubin"), "wb") as file:
+        file.write(cubin)
+        file.flush()
         said = subprocess.run(
-            [_cuobjdump(), "--dump-resource-usage", str(path)],
+            [_cuobjdump(), "--dump-resource-usage", f"/proc/self/fd/{file.fileno()}"],
+            pass_fds=[file.fileno()],
             capture_output=True,
             text=True,
             check=False,
@@ -315,8 +337,11 @@ def compile_in_child(
     returns, also by an exception (KeyboardInterrupt). ``on_result`` is called as results come in.
 
     Raises:
-        CompileError: ``timeout`` is not positive, or an argument is nothing that JSON can hold.
+        CompileError: ``timeout`` is not positive, an argument is nothing that JSON can hold, or
+            this process is itself such a child.
     """
+    if MARK in os.environ:
+        raise CompileError("This process compiles or tries a kernel for another: it starts none.")
     if not timeout > 0:
         raise CompileError(f"timeout is {timeout} s: it must be positive.")
     deadline = time.monotonic() + timeout
@@ -353,64 +378,42 @@ def _run_child(
         request = json.dumps(
             {"jobs": [dataclasses.asdict(job) for job in jobs], "targets": list(targets)}
         )
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise CompileError(f"A job's argument must be something JSON can hold: {error}.") from error
-    root = str(Path(workbench.__file__).resolve().parent.parent)
-    environment = os.environ | {
-        "TRITON_INTERPRET": "0",
-        "CUDA_VISIBLE_DEVICES": "",  # no GPU is needed, and none can be touched
-        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
-    }
-    with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "workbench.kernels.triton_compile"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            text=True,
-            start_new_session=True,  # so that ptxas goes with it
-        )
-        assert child.stdin is not None
-        assert child.stdout is not None
-        lines: queue.Queue[str | None] = queue.Queue()
-        reader = threading.Thread(target=_read_lines, args=(child.stdout, lines), daemon=True)
-        reader.start()
-        done = 0
+    done = 0
+
+    def take(message: dict[str, Any]) -> bool:
+        nonlocal done
+        if done == len(jobs) or len(message) != 1:
+            return False
+        if message == {"done": jobs[done].name}:
+            done += 1
+            return True
         try:
-            with contextlib.suppress(BrokenPipeError):  # it died at once: its stderr says why
-                child.stdin.write(request)
-                child.stdin.close()
-            while True:
-                line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
-                if line is None:
-                    break
-                message = json.loads(line)
-                if "result" in message:
-                    keep(Compiled.from_dict(message["result"]))
-                else:
-                    done += 1
-            code = child.wait(timeout=max(0.0, deadline - time.monotonic()) + 5)
-        except (queue.Empty, subprocess.TimeoutExpired):
-            return done, "time is up"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            reader.join()
-            child.stdout.close()
-        if done == len(jobs):
-            return done, None
-        errors.seek(0)
-        tail = errors.read().decode(errors="replace").strip().splitlines()[-3:]
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return done, f"the compiling process ended with {how}: {' / '.join(tail) or 'no message'}"
+            result = Compiled.from_dict(message.get("result"))
+        except CompileError:
+            return False
+        if result.job != jobs[done].name:
+            return False
+        keep(result)
+        return True
 
-
-def _read_lines(stream: Any, lines: queue.Queue[str | None]) -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(None)
+    ended = run_child(
+        "workbench.kernels.triton_compile",
+        request,
+        deadline,
+        take,
+        TRITON_INTERPRET="0",
+        CUDA_VISIBLE_DEVICES="",  # no GPU is needed, and none can be touched
+    )
+    if done == len(jobs):
+        return done, None
+    if ended.late:
+        return done, "time is up"
+    if ended.spoiled:
+        return done, "the compiling process wrote something that is no result"
+    tail = ended.output.strip().splitlines()[-3:]
+    return done, f"the compiling process ended with {ended.how}: {' / '.join(tail) or 'no message'}"
 
 
 def _resolve(call: str) -> Callable[[Any], object]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.kernels.launching import strided
 from workbench.kernels.registry import register
 from workbench.kernels.requirements import triton_runs
 from workbench.kernels.triton_runtime import INTERPRETED, tl, triton
@@ -119,6 +120,7 @@ def _dynamic_conv_kernel(
 
 
 @register("dynamic_conv", "triton", requires=(triton_runs,))
+@strided("x", "coefficients")
 def dynamic_conv(x: Tensor, coefficients: Tensor, base: Tensor, query_len: int) -> Tensor:
     """Grouped dynamic convolution ``[N, H]``: a program for some rows and some groups."""
     count, hidden = x.shape
@@ -231,6 +233,7 @@ def _conv_residual_norm_kernel(
 
 
 @register("conv_residual_norm", "triton", requires=(triton_runs,))
+@strided("x", "coefficients", "residual")
 def conv_residual_norm(
     x: Tensor,
     coefficients: Tensor,
@@ -390,6 +393,7 @@ def _context_kv_kernel(
 
 
 @register("context_kv_write", "triton", requires=(triton_runs,))
+@strided("kv", "k_rows", "v_rows")
 def context_kv_write(
     kv: Tensor,
     weight: Tensor,

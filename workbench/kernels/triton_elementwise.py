@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.kernels.launching import dependent_launch
+from workbench.kernels.launching import dependent_launch, strided
 from workbench.kernels.registry import register
 from workbench.kernels.requirements import triton_runs
 from workbench.kernels.triton_runtime import INTERPRETED, tl, triton
@@ -90,6 +90,7 @@ def launch_output_gate(
 
 
 @register("output_gate", "triton", requires=(triton_runs,))
+@strided("o", "gate")
 def output_gate(o: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
     """``round(o * round(sigmoid(round(gate + bias))))`` in one kernel.
 
@@ -163,6 +164,7 @@ def launch_softcap(
 
 
 @register("softcap", "triton", requires=(triton_runs,))
+@strided("logits")
 def softcap(logits: Tensor, cap: float) -> Tensor:
     """``cap * tanh(logits / cap)`` in float32; logits ``[N, V]`` (rows may be strided)."""
     if INTERPRETED:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.kernels.launching import dependent_launch
+from workbench.kernels.launching import dependent_launch, strided
 from workbench.kernels.registry import register
 from workbench.kernels.requirements import triton_runs
 from workbench.kernels.triton_expert_sort import follows, sort_pairs
@@ -434,6 +434,7 @@ def _choose(x: Tensor, ids: Tensor, experts: int, width: int) -> PairConfig | Gr
 
 
 @register("expert_mlp", "triton", requires=(triton_runs,))
+@strided("x")
 def expert_mlp(
     x: Tensor,  # [N, H]
     gate_up: Tensor,  # [E, 2 I, H], gate rows first

@@ -30,6 +30,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from workbench.kernels.number_formats import (
+    FP8,
+    bf16_to_f32,
+    f32_to_bf16,
+    f64_to_f32_odd,
+    fp8_to_f32,
+    to_fp8,
+)
 from workbench.kernels.triton_runtime import TritonUnavailableError
 
 if TYPE_CHECKING:  # at run time bound by ``install``: importing this module imports no Triton
@@ -40,11 +48,6 @@ __all__ = ["install", "self_test"]
 
 Array = npt.NDArray[Any]
 
-# A name of FP8 in Triton: mantissa bits, exponent bias, largest finite value, torch's name.
-_FP8: dict[str, tuple[int, int, float, torch.dtype]] = {
-    "fp8e4nv": (3, 7, 448.0, torch.float8_e4m3fn),
-    "fp8e5": (2, 15, 57344.0, torch.float8_e5m2),
-}
 _COMPARISONS = frozenset(
     (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
 )
@@ -52,64 +55,6 @@ _COMPARISONS = frozenset(
 # One kernel at a time: the interpreter keeps the program's indices and its replacements of
 # ``triton.language`` in globals, so two notebook threads would read each other's.
 _running = threading.RLock()
-
-
-# --- floating-point formats that numpy lacks -----------------------------------------------------
-
-
-def _bf16_to_f32(bits: Array) -> Array:
-    """uint16 bits of BF16 -> float32 (exact)."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def _f32_to_bf16(values: Array, *, truncate: bool = False) -> Array:
-    """float32 -> uint16 bits of BF16, to nearest even (or toward zero). NaN stays NaN."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    if not truncate:
-        bits = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-    out = (bits >> np.uint32(16)).astype(np.uint16)
-    nan = np.isnan(values)
-    if nan.any():  # the carry above may have turned one into infinity or zero
-        out[nan] = 0x7FFF
-    return out
-
-
-def _f64_to_f32_odd(values: Array) -> Array:
-    """float64 -> float32, rounded to odd: a further rounding of the result is then the right one.
-
-    Boldo and Melquiond, "Emulation of FMA and correctly rounded sums" (IEEE TC 57, 2008).
-    """
-    near = values.astype(np.float32)
-    wide = near.astype(np.float64)
-    bits = near.view(np.uint32)
-    inexact = (wide != values) & np.isfinite(values) & ((bits & np.uint32(1)) == 0)
-    toward = np.where(wide < values, np.inf, -np.inf).astype(np.float32)
-    return np.where(inexact, np.nextafter(near, toward), near)
-
-
-@functools.cache
-def _fp8_values(name: str) -> Array:
-    """The float32 value of each of the 256 codes."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    return codes.view(_FP8[name][3]).float().numpy()
-
-
-def _fp8_to_f32(bits: Array, name: str) -> Array:
-    return _fp8_values(name)[bits.view(np.uint8)]
-
-
-def _to_fp8(values: Array, name: str) -> Array:
-    """float16/32/64 -> uint8 codes, to nearest even, beyond the largest finite value that value."""
-    mantissa, bias, largest, _ = _FP8[name]
-    wide = np.minimum(np.abs(values.astype(np.float64)), largest)
-    # In units of the last place of its binade (of the smallest normal below that), half-even on
-    # the integer is half-even on the mantissa, and exponent and mantissa count on together.
-    wide = np.where(np.isnan(wide), 0.0, wide)
-    exponent = np.where(wide == 0, 1 - bias, np.maximum(np.frexp(wide)[1] - 1, 1 - bias))
-    units = np.rint(np.ldexp(wide, mantissa - exponent)).astype(np.int64)
-    codes = units + ((exponent + bias - 1).astype(np.int64) << mantissa)
-    codes = np.where(np.isnan(values), 0x7F, codes)
-    return (codes | (np.signbit(values).astype(np.int64) << 7)).astype(np.uint8)
 
 
 # --- the repairs ---------------------------------------------------------------------------------
@@ -138,19 +83,19 @@ class _Repairs:
     def f32(self, handle: Any) -> Any:
         """A BF16 or FP8 handle as the float32 handle of the same values; any other as it is."""
         if _is_bf16(handle):
-            return self.Handle(_bf16_to_f32(handle.data), self.tl.float32)
+            return self.Handle(bf16_to_f32(handle.data), self.tl.float32)
         if _is_fp8(handle):
             return self.Handle(self._fp8_up(handle), self.tl.float32)
         return handle
 
     def _fp8_up(self, handle: Any) -> Array:
         name = handle.dtype.scalar.name
-        if name not in _FP8:
+        if name not in FP8:
             raise NotImplementedError(f"{name} is not available in the interpreter")
-        return _fp8_to_f32(handle.data, name)
+        return fp8_to_f32(handle.data, name)
 
     def bf16(self, values: Array) -> Any:
-        return self.Handle(_f32_to_bf16(values), self.tl.bfloat16)
+        return self.Handle(f32_to_bf16(values), self.tl.bfloat16)
 
     def mask(self, mask: Any) -> Any:
         if isinstance(mask, self.Handle) and mask.data.dtype != self.bool_of:
@@ -165,17 +110,17 @@ class _Repairs:
         if target == source.dtype.scalar and source.data.dtype != self.bool_of:
             return source
         if target.name.startswith("fp8"):
-            return self._to_fp8(source, target, rounding)
+            return self.to_fp8(source, target, rounding)
         values = self.f32(source).data
         if target.name == "bf16":
             if values.dtype == np.float64:
-                values = _f64_to_f32_odd(values)
+                values = f64_to_f32_odd(values)
             elif values.dtype.kind in "iub" and values.dtype.itemsize >= 4:
                 # float64 holds an int32 exactly; an int64 beyond 2**53 is rounded twice, as a GPU
                 # does not: no kernel turns such a number into BF16
-                values = _f64_to_f32_odd(values.astype(np.float64))
+                values = f64_to_f32_odd(values.astype(np.float64))
             return self.Handle(
-                _f32_to_bf16(values.astype(np.float32), truncate=rounding == self.toward_zero),
+                f32_to_bf16(values.astype(np.float32), truncate=rounding == self.toward_zero),
                 target,
             )
         out = values.astype(self.shipped._get_np_dtype(to))
@@ -184,13 +129,13 @@ class _Repairs:
             out = np.where(past, np.nextafter(out, out.dtype.type(0)), out)
         return self.Handle(out, target)
 
-    def _to_fp8(self, source: Any, target: Any, rounding: Any) -> Any:
-        if target.name not in _FP8 or rounding not in (None, self.round_even):
+    def to_fp8(self, source: Any, target: Any, rounding: Any) -> Any:
+        if target.name not in FP8 or rounding not in (None, self.round_even):
             raise NotImplementedError(
                 f"a cast to {target.name} with rounding {rounding} is not available in the "
                 "interpreter: it has fp8e4nv and fp8e5, to nearest even"
             )
-        return self.Handle(_to_fp8(self.f32(source).data, target.name), target)
+        return self.Handle(to_fp8(self.f32(source).data, target.name), target)
 
     # Arithmetic and comparisons. Shipped: BF16 on its bits; the result of a comparison keeps the
     # type of its left side, so that a splat or a cast of it misreads the booleans.
@@ -214,7 +159,7 @@ class _Repairs:
         if _is_fp8(arg):
             raise NotImplementedError("arithmetic on FP8 values: cast them to float32 first")
         if _is_bf16(arg):
-            return self.bf16(op(_bf16_to_f32(arg.data)))
+            return self.bf16(op(bf16_to_f32(arg.data)))
         return self.Handle(op(arg.data), arg.dtype.scalar)
 
     # Shipped: multiply, round, add, round. A GPU rounds once.
@@ -231,7 +176,7 @@ class _Repairs:
         fix = (lost != 0) & np.isfinite(total) & ((total.view(np.int64) & 1) == 0)
         total = np.where(fix, np.nextafter(total, np.where(lost > 0, np.inf, -np.inf)), total)
         if _is_bf16(z):
-            return self.bf16(_f64_to_f32_odd(total))
+            return self.bf16(f64_to_f32_odd(total))
         return self.Handle(total.astype(up.data.dtype), z.dtype.scalar)
 
     # Shipped: BF16 bits multiplied as integers (off by 1e9), FP8 through the casts above.

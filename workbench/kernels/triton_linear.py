@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.kernels.launching import dependent_launch, multiprocessors
+from workbench.kernels.launching import dependent_launch, multiprocessors, strided
 from workbench.kernels.registry import register
 from workbench.kernels.requirements import triton_runs
 from workbench.kernels.triton_runtime import INTERPRETED, tl, triton
@@ -339,12 +339,14 @@ def _splits(x: Tensor, token_tile: int, rows: int, row_tile: int, fill: float) -
 
 
 @register("qkvg", "triton", requires=(triton_runs,))
+@strided("x")
 def qkvg(x: Tensor, weight: Tensor) -> Tensor:
     """Packed q, k, v and gate projection: ``x [N, H] @ weight [W, H].T`` -> ``[N, W]``, rounded."""
     return project(x, weight)
 
 
 @register("dense_mlp", "triton", requires=(triton_runs,))
+@strided("x")
 def dense_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """SwiGLU MLP: ``x [N, H]``, ``gate_up [2 I, H]`` (gate first), ``down [H, I]`` -> ``[N, H]``.
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from workbench.kernels.launching import dependent_launch
+from workbench.kernels.launching import dependent_launch, strided
 from workbench.kernels.registry import register
 from workbench.kernels.requirements import triton_runs
 from workbench.kernels.triton_elementwise import after_predecessor
@@ -243,6 +243,7 @@ def launch_boundary(
 
 
 @register("rms_norm", "triton", requires=(triton_runs,))
+@strided("x")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of ``x [N, H]`` (rows may be strided) times ``weight [H]``, rounded once."""
     if INTERPRETED:
@@ -254,6 +255,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @register("boundary", "triton", requires=(triton_runs,))
+@strided("h", "sublayer")
 def boundary(
     h: Tensor,
     sublayer: Tensor,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.kernels.launching import dependent_launch, multiprocessors
+from workbench.kernels.launching import dependent_launch, multiprocessors, strided
 from workbench.kernels.reach import Spans
 from workbench.kernels.registry import register
 from workbench.kernels.requirements import triton_runs
@@ -234,6 +234,7 @@ def prefill_plan(spans: Spans, kv_heads: int, group: int, itemsize: int, sms: in
 
 
 @register("prefill_attention", "triton", requires=(triton_runs,))
+@strided("q", "k", "v")
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
     """Causal attention of sequences laid end to end, ``[N, A, D]``, rounded once.
 

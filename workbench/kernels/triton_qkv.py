@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.kernels.launching import dependent_launch
+from workbench.kernels.launching import dependent_launch, strided
 from workbench.kernels.registry import register
 from workbench.kernels.requirements import triton_runs
 from workbench.kernels.triton_elementwise import after_predecessor
@@ -195,6 +195,7 @@ def _tile(n: int, of_heads: int) -> tuple[int, int, int]:
 
 
 @register("qkv_write", "triton", requires=(triton_runs,))
+@strided("packed", "k_rows", "v_rows")
 def qkv_write(
     packed: Tensor,
     qk_norm: Tensor,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.kernels.launching import dependent_launch
+from workbench.kernels.launching import dependent_launch, strided
 from workbench.kernels.registry import register
 from workbench.kernels.requirements import triton_runs
 from workbench.kernels.triton_elementwise import after_predecessor
@@ -291,6 +291,7 @@ def launch_top_k(
 
 
 @register("router", "triton", requires=(triton_runs,))
+@strided("x")
 def router(
     x: Tensor,
     weight: Tensor,

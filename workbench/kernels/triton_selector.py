@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.kernels.launching import strided
 from workbench.kernels.registry import register
 from workbench.kernels.requirements import triton_runs
 from workbench.kernels.triton_dflash2 import divided, power_of_two
@@ -118,6 +119,7 @@ def _edges_of_one_kernel(
 
 
 @register("candidate_edges", "triton", requires=(triton_runs,))
+@strided("hidden")
 def candidate_edges(
     predecessors: Tensor,
     successors: Tensor,
@@ -238,6 +240,7 @@ def _selector_walk_kernel(
 
 
 @register("selector_walk", "triton", requires=(triton_runs,))
+@strided()
 def selector_walk(
     edges: Tensor, ids: Tensor, temperature: Tensor, noise: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -58,11 +58,15 @@ def qkvg(r: Request) -> Work:
 
 
 def qkv_write(r: Request) -> Work:
-    """q, k, v in; q out; k and v into the cache; a row of the RoPE table a token (sliding)."""
+    """q, k, v in; q out; k and v into the cache; a row of the RoPE table a token (sliding).
+
+    Each token has a position and, unless they are written in order, a row of the cache.
+    """
     s, n = r.shapes, r.tokens
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
     table = 0 if "full" in r.flavour else FP32 * s.head_dim
-    each = (2 * q + 2 * kv) * _size(r) + 2 * kv * _store(r) + table + 2 * INT64
+    each = (2 * q + 2 * kv) * _size(r) + 2 * kv * _store(r) + table
+    each += INT64 if "sequence" in r.flavour else 2 * INT64
     return _work(r, "qkv_write", n * each, n * 8 * (q + kv), "fp32")
 
 

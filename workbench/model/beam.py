@@ -21,14 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workbench.errors import ConfigError, PromptError
+from workbench.errors import ConfigError, KernelError, PromptError
 from workbench.kernels import registry
+from workbench.kernels.catalogue import REFERENCE
 from workbench.kernels.layers import LayerKinds
 from workbench.kernels.packed import pack
 from workbench.kernels.reference import depth_scale, linear
-from workbench.kernels.registry import Kernels, Resolution
 from workbench.kernels.requirements import Where
 from workbench.kernels.shapes import Shapes
+from workbench.kernels.tables import Kernels, Resolution
 from workbench.model.cache import KVCache
 from workbench.model.config import BeamConfig
 from workbench.model.context import CachedContext, Context, SequenceContext
@@ -237,7 +238,8 @@ class Beam(nn.Module):
         """The kernels that this model runs under the selection in force (``kernels.use``).
 
         Raises:
-            KernelError: a selected variant cannot run on this model here.
+            KernelError: a selected variant cannot run on this model here, or has no gradient while
+                parameters ask for one.
         """
         if self.pinned is not None:
             return self.pinned
@@ -245,7 +247,19 @@ class Beam(nn.Module):
         if self._resolved is None or self._resolved[0] != key:
             where = Where.of(self.device, self.dtype, self.shapes)
             self._resolved = (key, registry.resolve(self.kinds, where))
-        return self._resolved[1]
+        found = self._resolved[1]
+        # A kernel that autograd does not see through would leave gradients out without a word.
+        if (
+            found.forward_only
+            and torch.is_grad_enabled()
+            and any(p.requires_grad for p in self.parameters())
+        ):
+            op, name = found.forward_only[0]
+            raise KernelError(
+                f"{name} of {op} has no gradient, and this model's parameters require one: run it "
+                f'under torch.no_grad(), or select {op}="{REFERENCE}" to train'
+            )
+        return found
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids ``[N]`` -> stream ``[N, H]``."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from workbench.errors import PromptError
 from workbench.kernels.reach import Reach, Spans
 from workbench.kernels.reference import rope_table
-from workbench.kernels.registry import Kernels
+from workbench.kernels.tables import Kernels
 from workbench.model.cache import KVCache
 from workbench.model.config import BeamConfig
 

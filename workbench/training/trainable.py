@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.kernels import reference, registry
-from workbench.kernels.registry import Kernels
 from workbench.kernels.requirements import Where
+from workbench.kernels.tables import Kernels
 from workbench.model.beam import Beam, SparseMLP
 from workbench.model.config import BeamConfig
 

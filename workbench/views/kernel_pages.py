@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.errors import WorkbenchError
 from workbench.kernels.case import Request
-from workbench.kernels.catalogue import LAYER_OPS, MODEL_OPS
+from workbench.kernels.catalogue import LAYER_OPS, MODEL_OPS, REFERENCE
 from workbench.kernels.ops import DTYPES, operation
-from workbench.kernels.registry import Resolved
 from workbench.kernels.requirements import Where
 from workbench.kernels.results import BenchResult
 from workbench.kernels.roofline import Rates, bound
 from workbench.kernels.shapes import Shapes
+from workbench.kernels.tables import Resolved
 from workbench.kernels.triton_compile import Compiled
 from workbench.views.kernel_words import (
     BAD,
@@ -43,7 +43,7 @@ def kernel_table(rows: Sequence[Resolved]) -> View:
     """
     head = ("operation", "layers", "requested", "runs", "checked here", "reason")
     cells = table_cells(rows)
-    swapped = sum(row.resolved != "torch" for row in rows)
+    swapped = sum(row.resolved != REFERENCE for row in rows)
     subtitle = f"{len({row.op for row in rows})} operations · " + (
         f"{swapped} of {len(rows)} lines not the reference" if swapped else "all the reference"
     )
@@ -55,12 +55,15 @@ def table_cells(rows: Sequence[Resolved]) -> list[list[Cell]]:
     """The table's lines: operation, layers, requested, runs, checked, reason."""
     made: list[list[Cell]] = []
     for row in rows:
+        # What was swapped stands out: the reference recedes.
+        plain = row.requested == row.resolved == REFERENCE
+        runs = row.resolved if row.requested == row.resolved else (row.resolved, BAD)
         made.append(
             [
                 row.op,
                 row.layers or "–",
-                row.requested,
-                row.resolved if row.requested == row.resolved else (row.resolved, BAD),
+                (row.requested, FAINT) if plain else row.requested,
+                (row.resolved, FAINT) if plain else runs,
                 checked(row.op, row.resolved),
                 row.reason,
             ]
@@ -108,7 +111,7 @@ def kernel_operations(
             flops=peaks["flops"],
         )
     else:
-        source = f"{rates.kind} rates of {rates.label}"
+        source = f"the rates of {rates.label} ({rates.kind})"
     rows: list[list[Cell]] = []
     for name in OPS:
         op = operation(name)
@@ -121,18 +124,17 @@ def kernel_operations(
             least = bound(work, rates)
             rows.append([
                 name if flavour in ("", op.flavours[0]) else "",
-                flavour if "attention" in name else "",
-                op.title,
-                f"({arguments})",
+                f"{op.title}{f', {flavour} layers' if 'attention' in name else ''}\n({arguments})",
                 _size(work.bytes),
                 _flops(work.flops),
-                f"{1e6 * least.seconds:.2f} µs, {least.limit}",
+                f"{1e6 * least.seconds:.3g} µs",
+                least.limit,
             ])  # fmt: skip
-    head = ("operation", "layers", "what", "arguments", "bytes", "FLOPs", "at best")
+    head = ("operation", "what, and arguments", "bytes", "FLOPs", "at best", "limit")
     subtitle = (
         f"{shapes.label}, {tokens} tokens, {dtype} · modelled: every operand once, at {source}"
     )
-    html = page("Operations", subtitle, html_table(head, rows, mono=1))
+    html = page("Operations", subtitle, html_table(head, rows, mono=1, numbers=(2, 3, 4)))
     return View(html=html, text=f"{subtitle}\n{text_table(head, rows)}")
 
 
@@ -255,4 +257,8 @@ def _worst(some: Sequence[_Figures]) -> Cell:
     registers = max(one.registers or 0 for one in some)
     shared = max(one.shared_bytes or 0 for one in some)
     spilled = max(one.spill_bytes or 0 for one in some)
-    return f"{registers}, {shared / 1024:.1f} KiB, " + (f"{spilled} B" if spilled else "nothing")
+    return f"{registers}, {_shared(shared)}, " + (f"{spilled} B" if spilled else "nothing")
+
+
+def _shared(count: int) -> str:
+    return f"{count / 1024:.1f} KiB" if count >= 1024 else f"{count} B"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import floor, log10
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import plotly.graph_objects as go
@@ -14,7 +14,6 @@ from workbench.kernels.catalogue import DRAFTER_OPS, OPS, REFERENCE
 from workbench.kernels.results import BenchResult, BenchRow
 from workbench.kernels.roofline import SPLIT, SPLIT_PRODUCTS
 from workbench.views import theme
-from workbench.views.kernel_words import op_words
 from workbench.views.numbers import plural
 from workbench.views.view import View
 
@@ -26,20 +25,30 @@ _PATTERNS = {"torch": "", "dense": "-", "compile": ".", "triton": "/", "vllm": "
 _MATH = {"bf16": "BF16", "fp8": "FP8", "fp4": "FP4", "fp32": "FP32", "bf16x3": "FP32 as 3 BF16"}
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _COLORS = {"QKV": theme.NEUTRAL, "sliding attention": theme.SLIDING, "full attention": theme.FULL,
-           "experts, router": theme.SPARSE, "dense MLP": theme.DENSE,
+           "MoE": theme.SPARSE, "dense MLP": theme.DENSE,
            "norms, gate, softcap": theme.HEAT, "drafter": theme.DRAFTER}  # fmt: skip
 _LEFT = 72  # px beside the panel
-_UNUSUAL = {"verify", "fp8", "ragged", "groups"}  # kinds of inputs that are shown when asked for
+_USUAL = ("", "sliding", "full")  # kinds of inputs; the others are shown when asked for
 _FORMS = ("sliding", "full", "ragged", "groups", "verify", "fp8")
+_NEAR = 1.3  # numbers of tokens within this factor show the same
+_ENGINE = "vllm"  # the others' times over its own are in the text
+_BAR, _GAP = 15, 0.7  # px of a bar with its time beside it; bars between two operations
 
 Case = tuple[int, int]  # tensor-parallel ranks, tokens
 
 
-def _cases(result: BenchResult, dtype: str, every: bool) -> dict[Case, list[BenchRow]]:
-    """Rows with a time by (TP, tokens); of the model itself and its usual inputs, or all."""
+def _cases(
+    result: BenchResult, dtype: str, every: bool, tp: int | None, tokens: int | None
+) -> dict[Case, list[BenchRow]]:
+    """Rows with a time by (TP, tokens), of one TP where one is given; of the model itself and its
+    usual inputs, or all.
+
+    Of two numbers of tokens close to each other (7 and 8) the larger stands for both, unless the
+    smaller is ``tokens``: what goes into a figure goes into a saved notebook.
+    """
     found: dict[Case, list[BenchRow]] = {}
     for row in result.rows:
-        usual = row.op not in DRAFTER_OPS and not set(row.flavour.split()) & _UNUSUAL
+        usual = row.op not in DRAFTER_OPS and row.flavour in _USUAL
         whole = row.timed and row.dtype == dtype and row.bytes and row.flops is not None
         if whole and (usual or every):
             found.setdefault((row.tp, row.tokens), []).append(row)
@@ -49,7 +58,13 @@ def _cases(result: BenchResult, dtype: str, every: bool) -> dict[Case, list[Benc
             "check and was timed; run `workbench kernels bench`, on a GPU for more than the torch "
             "variants"
         )
-    return dict(sorted(found.items(), key=lambda item: (-item[0][0], item[0][1])))
+    if tp is not None and not any(case[0] == tp for case in found):
+        _unknown(found, tp, None)
+    some = {case: rows for case, rows in found.items() if tp in (None, case[0])}
+    counts = {case[1] for case in some}
+    near = {n for n in counts if n != tokens and any(n < other <= _NEAR * n for other in counts)}
+    some = {case: rows for case, rows in some.items() if case[1] not in near}
+    return dict(sorted(some.items(), key=lambda item: (-item[0][0], item[0][1])))
 
 
 def kernel_roofline(
@@ -62,23 +77,24 @@ def kernel_roofline(
 ) -> View:
     """One point an operation and variant: FLOP a byte across, FLOP/s reached up, both logarithmic.
 
-    The lines are the rates measured in the same run. The menu of the figure chooses tokens and
-    tensor-parallel ranks, ``tp`` and ``tokens`` what is shown at first. The colour is the kind of
-    operation, the symbol the variant. ``every`` adds the drafter's operations and the further kinds
-    of inputs: FP8 caches, verification, ragged batches, expert groups.
+    The lines are the rates measured in the same run. The menu of the figure chooses the number of
+    tokens, and the tensor-parallel ranks unless ``tp`` is given; ``tokens`` is what is shown at
+    first. The colour is the kind of operation, the symbol the variant. ``every`` adds the drafter's
+    operations and the further kinds of inputs: FP8 caches, verification, ragged batches, expert
+    groups.
 
     Raises:
         WorkbenchError: nothing was timed, or not at this ``tp`` and ``tokens``.
     """
-    cases = _cases(result, dtype, every)
+    cases = _cases(result, dtype, every, tp, tokens)
     first = _first(cases, tp, tokens)
     variants = _variants(row for rows in cases.values() for row in rows)
     fig = theme.figure(
         "The roofline of each operation",
-        f"{result.source} · lines: rates measured in the same run · symbol: variant",
+        _subtitle(result, "lines: rates measured in the same run"),
         height=520,
-        margin={"l": _LEFT + theme.PAD, "r": 16, "t": 140, "b": 56},
-        legend={"y": 1.02, "traceorder": "normal"},
+        margin={"l": _LEFT + theme.PAD, "r": 16, "t": 128, "b": 56},
+        legend={"x": -0.02, "y": 1.02, "traceorder": "normal"},
     )
     points = [row for rows in cases.values() for row in rows if row.flops]
     across = [row.flops / row.bytes for row in points if row.flops and row.bytes]
@@ -104,11 +120,12 @@ def kernel_roofline(
         )  # fmt: skip
         up.append(rate)
     if roofs:
+        most = max(roofs.values()) / bandwidth  # FLOP/byte at the end of the slope
         fig.add_annotation(
             text=theme.ink(f"memory: {bandwidth / 1e12:.2f} TB/s" if bandwidth > 1e11
                            else f"memory: {bandwidth / 1e9:.1f} GB/s", faint=True),
-            x=log10(low), y=log10(low * bandwidth), xanchor="left", yanchor="top",
-            xshift=30, yshift=6,
+            x=log10(low * most) / 2, y=log10(low * most * bandwidth**2) / 2,
+            xanchor="right", yanchor="bottom", xshift=-8,
         )  # fmt: skip
     fig.add_annotation(
         text="\u2003".join(
@@ -119,21 +136,32 @@ def kernel_roofline(
         x=0, xref="paper", xanchor="left", xshift=-_LEFT, y=1, yref="paper", yanchor="bottom",
         yshift=40,
     )  # fmt: skip
+    # The legend's marks have no operation's colour; a click on one hides its variant.
+    for variant in variants:
+        fig.add_trace(
+            go.Scatter(
+                x=[None], y=[None], mode="markers", name=theme.ink(theme.plain(variant)),
+                legendgroup=variant, marker=_mark(variant, variants, theme.NEUTRAL),
+            )
+        )  # fmt: skip
     fixed = len(fig.data)
     owners: list[Case] = []
     for case, rows in cases.items():
         for variant in variants:
             mine = [row for row in rows if row.variant == variant and row.flops]
+            if not mine:
+                continue
             fig.add_trace(_points(mine, variant, variants, visible=case == first))
             owners.append(case)
     fig.update_layout(
-        xaxis={"type": "log", "range": [log10(low), log10(high)], "dtick": 1,
-               "title": {"text": theme.ink("FLOP a byte")}},
-        yaxis={"type": "log", "range": [floor(log10(min(up)) - 0.1), log10(max(up)) + 0.35],
+        xaxis={"type": "log", "range": [log10(low), log10(high)], **_ticks(-3, 7),
+               "title": {"text": theme.ink("arithmetic intensity, FLOP/byte")}},
+        yaxis={"type": "log", "range": [log10(min(up)) - 0.35, log10(max(up)) + 0.35],
                **_ticks(),
                "title": {"text": theme.ink("FLOP/s reached")}},
-        updatemenus=[_menu(cases, first, fixed, owners)],
+        updatemenus=[_menu(cases, first, fixed, owners, above=fig.layout.margin.t)],
     )  # fmt: skip
+    _share(fig, "scatter", {"hovertemplate": _HOVER})
     return View(figure=fig, text=_text(result, cases[first], first))
 
 
@@ -145,65 +173,68 @@ def kernel_fractions(
     dtype: str = "bfloat16",
     every: bool = False,
 ) -> View:
-    """How much of the roofline each variant reaches, operation by operation: bars up to 1.
+    """How much of the roofline each variant reaches, operation by operation: bars up to 100 %.
 
-    The menu chooses as in :func:`kernel_roofline`. 1 is the least time at the rates measured in the
-    same run.
+    The menu chooses as in :func:`kernel_roofline`. 100 % is the least time at the rates measured in
+    the same run; beside a bar is its median time.
 
     Raises:
         WorkbenchError: nothing was timed, or not at this ``tp`` and ``tokens``.
     """
-    cases = _cases(result, dtype, every)
+    cases = _cases(result, dtype, every, tp, tokens)
     first = _first(cases, tp, tokens)
-    variants = _variants(row for rows in cases.values() for row in rows)
-    lines = _lines(row for rows in cases.values() for row in rows)
-    labels = [theme.ink(theme.plain(_label(*line))) for line in lines]
-    names = {v: [theme.plain(f"{_label(*line)}: {v}") for line in lines] for v in variants}
-    height = 9 * len(variants) + 12
+    every_row = [row for rows in cases.values() for row in rows]
+    variants = _variants(every_row)
+    places, labels, length = _places(every_row, variants)
     fig = theme.figure(
-        "Fraction of the roofline",
-        f"{result.source} · 1: no faster at the rates measured in the same run",
-        height=140 + 52 + height * len(lines),
-        margin={"l": 190, "r": 24, "t": 140, "b": 52},
-        barmode="group",
-        bargap=0.25,
+        "Fraction of the roofline, and time of a call",
+        _subtitle(result, "100%: the least time at the rates measured in the same run"),
+        height=round(104 + 60 + _BAR * length),
+        margin={"l": 176, "r": 24, "t": 104, "b": 60},
+        barmode="overlay",
         legend={"y": 1.0, "traceorder": "normal"},
     )
     owners: list[Case] = []
     most = 1.0
     for case, rows in cases.items():
-        by = {(row.op, row.flavour, row.variant): row for row in rows}
         for variant in variants:
-            mine = [by.get((*line, variant)) for line in lines]
-            most = max([most, *(row.roofline_fraction or 0 for row in mine if row)])
+            mine = [row for row in rows if row.variant == variant]
+            if not mine:
+                continue
+            most = max([most, *(row.roofline_fraction or 0 for row in mine)])
             fig.add_trace(
                 go.Bar(
-                    orientation="h", name=theme.ink(theme.plain(variant)),
-                    y=np.arange(len(lines)),
-                    x=np.array(
-                        [row.roofline_fraction if row else np.nan for row in mine], np.float32
-                    ),
+                    orientation="h", name=theme.ink(theme.plain(variant)), width=0.84,
+                    legendgroup=variant,
+                    y=np.array([places[row.op, row.flavour, variant] for row in mine], np.float32),
+                    x=np.array([row.roofline_fraction for row in mine], np.float32),
                     marker={
                         "color": theme.rgba(_bar_color(variant), 0.6), "line": {"width": 0},
                         "pattern": {"shape": _pattern(variant), "fgcolor": _bar_color(variant),
                                     "bgcolor": theme.rgba(_bar_color(variant), 0.25),
                                     "size": 6, "solidity": 0.35, "fillmode": "replace"},
                     },
-                    text=names[variant],
-                    textposition="none",
+                    text=[theme.plain(_label(row.op, row.flavour)) for row in mine],
+                    meta=theme.plain(variant),
                     customdata=_numbers(mine),
-                    hovertemplate=_HOVER,
                     visible=case == first,
                 )
             )  # fmt: skip
             owners.append(case)
     fig.add_vline(x=1, line={"color": theme.NEUTRAL, "dash": "dash", "width": 1.5})
     fig.update_layout(
-        xaxis={"range": [0, min(most, 1.5) * 1.04], "tickformat": ".0%"},
-        yaxis={"tickvals": list(range(len(lines))), "ticktext": labels,
-               "range": [len(lines) - 0.5, -0.5], "showgrid": False},
-        updatemenus=[_menu(cases, first, 0, owners)],
+        xaxis={"range": [0, min(most, 1.5) * 1.14], "tickformat": ".0%", "dtick": 0.2,
+               "title": {"text": theme.ink("share of the roofline reached")}},
+        yaxis={"tickvals": [place for place, _ in labels],
+               "ticktext": [theme.ink(theme.plain(word)) for _, word in labels],
+               "range": [length - 0.5, -0.5 - _GAP / 2], "showgrid": False},
+        updatemenus=[_menu(cases, first, 0, owners, above=fig.layout.margin.t)],
     )  # fmt: skip
+    _share(fig, "bar", {
+        "hovertemplate": _HOVER, "texttemplate": "%{customdata[0]:,.3~r} µs",
+        "textposition": "outside", "cliponaxis": False,
+        "textfont": {"size": theme.SMALL, "color": theme.NEUTRAL},
+    })  # fmt: skip
     return View(figure=fig, text=_text(result, cases[first], first))
 
 
@@ -211,13 +242,25 @@ def kernel_fractions(
 
 
 def _first(cases: dict[Case, list[BenchRow]], tp: int | None, tokens: int | None) -> Case:
-    fits = [c for c in cases if tp in (None, c[0]) and tokens in (None, c[1])]
+    fits = [c for c in cases if tokens in (None, c[1])]
     if not fits:
-        known = "; ".join(f"TP{t}, {n} tokens" for t, n in cases)
-        raise WorkbenchError(f"nothing was timed at tp={tp}, tokens={tokens}; there are {known}")
+        _unknown(cases, tp, tokens)
     if tokens is None:
         return next((c for c in fits if c[1] == 8), fits[0])
     return fits[0]
+
+
+def _unknown(cases: Iterable[Case], tp: int | None, tokens: int | None) -> NoReturn:
+    asked = ", ".join(f"{n}={v}" for n, v in (("tp", tp), ("tokens", tokens)) if v is not None)
+    known = "; ".join(f"TP{t}, {_tokens(n)}" for t, n in cases)
+    raise WorkbenchError(f"nothing was timed at {asked}; there are {known}")
+
+
+def _share(fig: go.Figure, kind: str, attributes: dict[str, Any]) -> None:
+    """Say once what all traces of a kind have: in each it would be most of a saved notebook."""
+    template = go.layout.Template(theme.TEMPLATE)
+    template.data[kind] = [attributes]
+    fig.update_layout(template=template)
 
 
 def _variants(rows: Iterable[BenchRow]) -> list[str]:
@@ -226,13 +269,33 @@ def _variants(rows: Iterable[BenchRow]) -> list[str]:
     return [*own, *sorted(found - set(own))]
 
 
-def _lines(rows: Iterable[BenchRow]) -> list[tuple[str, str]]:
-    found = dict.fromkeys((row.op, row.flavour) for row in rows)
-    return sorted(found, key=lambda line: OPS.index(line[0]))
+def _subtitle(result: BenchResult, remark: str) -> str:
+    """The remark stays in one piece, on a line of its own: the menu lies beside the first."""
+    return f"{result.source} · " + remark.replace(" ", "\u00a0")
+
+
+def _places(
+    rows: Sequence[BenchRow], variants: Sequence[str]
+) -> tuple[dict[tuple[str, str, str], float], list[tuple[float, str]], float]:
+    """Where each bar lies, the middle and name of each operation, and the length of it all.
+
+    A bar is 1 long. Only what was timed takes a place, the same at every number of tokens.
+    """
+    held = {(row.op, row.flavour, row.variant) for row in rows}
+    lines = sorted({key[:2] for key in held}, key=lambda x: (OPS.index(x[0]), _forms(x[1])))
+    places: dict[tuple[str, str, str], float] = {}
+    labels: list[tuple[float, str]] = []
+    top = 0.0
+    for line in lines:
+        some = [v for v in variants if (*line, v) in held]
+        places |= {(*line, v): round(top + n, 2) for n, v in enumerate(some)}
+        labels.append((round(top + (len(some) - 1) / 2, 2), _label(*line)))
+        top += len(some) + _GAP
+    return places, labels, top - _GAP / 2
 
 
 def _label(op: str, flavour: str) -> str:
-    return f"{op_words(op)}, {flavour}" if flavour else op_words(op)
+    return f"{op}, {flavour}" if flavour else op
 
 
 def _roofs(result: BenchResult, used: set[str]) -> dict[str, float]:
@@ -277,32 +340,45 @@ def _points(
     return go.Scatter(
         x=np.array([(row.flops or 0) / (row.bytes or 1) for row in rows], np.float32),
         y=np.array([(row.flops or 0) / (row.microseconds or 1) * 1e6 for row in rows], np.float32),
-        name=theme.ink(theme.plain(variant)),
         mode="markers",
-        marker={
-            "symbol": _symbol(variant, variants),
-            "size": 10,
-            "color": [_color(row.op, row.flavour) for row in rows] or theme.NEUTRAL,
-            "line": {"width": 1.5 if _symbol(variant, variants).endswith("open") else 0},
-        },
-        text=[theme.plain(f"{_label(row.op, row.flavour)}: {row.variant}") for row in rows],
+        legendgroup=variant,
+        showlegend=False,
+        marker=_mark(variant, variants, [_color(row.op, row.flavour) for row in rows]),
+        text=[theme.plain(_label(row.op, row.flavour)) for row in rows],
+        meta=theme.plain(variant),
         customdata=_numbers(rows),
-        hovertemplate=_HOVER,
         visible=visible,
     )
 
 
-def _ticks() -> dict[str, Any]:
+def _mark(variant: str, variants: Sequence[str], color: Any) -> dict[str, Any]:
+    symbol = _symbol(variant, variants)
+    width = 1.5 if symbol.endswith(("open", "dot")) else 0
+    return {"symbol": symbol, "size": 10, "color": color, "line": {"width": width}}
+
+
+def _ticks(least: int = 3, most: int = 19) -> dict[str, Any]:
     """Every power of ten with its prefix: plotly's own prefixes end at T."""
-    powers = range(3, 19)
-    words = [f"{10 ** (p % 3)}{' kMGTPE'[p // 3]}" for p in powers]
-    return {"tickvals": [10.0**p for p in powers], "ticktext": words}
+    powers = range(least, most)
+    words = [
+        f"{10**p:,}" if p < 5 and least < 0 else f"{10 ** (p % 3)}{' kMGTPE'[p // 3]}"
+        for p in powers
+    ]
+    return {"tickvals": [10.0**p for p in powers], "ticktext": [word.strip() for word in words]}
 
 
 def _menu(
-    cases: dict[Case, list[BenchRow]], first: Case, fixed: int, owners: Sequence[Case]
+    cases: dict[Case, list[BenchRow]],
+    first: Case,
+    fixed: int,
+    owners: Sequence[Case],
+    *,
+    above: float,
 ) -> dict[str, Any]:
-    """A menu of tokens and ranks; ``fixed`` traces stay, the others belong to ``owners``."""
+    """A menu of tokens and ranks; the first ``fixed`` traces stay, the others are ``owners``'.
+
+    It lies beside the title, ``above`` px over the panel less its own height, clear of the legend.
+    """
     buttons = [
         {
             "label": f"TP{tp}, {_tokens(tokens)}",
@@ -315,28 +391,26 @@ def _menu(
         "buttons": buttons,
         "active": list(cases).index(first),
         "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom",
-        "pad": {"b": 8, "t": 0, "r": 0, "l": 0},
-        "bgcolor": "rgba(128,128,128,0.12)",
-        "bordercolor": theme.LINE,
-        "font": {"size": theme.TEXT, "color": theme.NEUTRAL},
+        "pad": {"b": above - 33, "t": 0, "r": 0, "l": 0},
+        # Opaque, for it opens over the figure, and light, for plotly marks what is chosen in white.
+        "bgcolor": "#ececec",
+        "bordercolor": "#bdbdbd",
+        "font": {"size": theme.TEXT, "color": "#333333"},
     }  # fmt: skip
 
 
 _HOVER = (
-    "<b>%{text}</b><br>%{customdata[0]:.3~g} µs (%{customdata[1]:.3~g} to "
-    "%{customdata[2]:.3~g}), at best %{customdata[3]:.3~g} µs<br>%{customdata[4]:,.3~f} MB, "
+    "<b>%{text}: %{meta}</b><br>%{customdata[0]:,.3~r} µs (%{customdata[1]:,.3~r} to "
+    "%{customdata[2]:,.3~r}), at best %{customdata[3]:,.3~r} µs<br>%{customdata[4]:,.3~f} MB, "
     "%{customdata[5]:,.2~f} MFLOP<br>%{customdata[6]:.0%} of the roofline<br>"
     "%{customdata[7]:.2f} × as fast as the torch reference<extra></extra>"
 )
 
 
-def _numbers(rows: Sequence[BenchRow | None]) -> Any:
+def _numbers(rows: Sequence[BenchRow]) -> Any:
     """What a hover says, a line each: packed, for words would make half of a saved notebook."""
     lines = []
     for row in rows:
-        if row is None:
-            lines.append([np.nan] * 8)
-            continue
         middle = row.microseconds or np.nan
         values = (
             row.microseconds,
@@ -365,15 +439,18 @@ def _tokens(count: int) -> str:
 
 
 def _rate(flops: float) -> str:
-    return f"{flops / 1e12:,.1f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:,.0f} GFLOP/s"
+    return f"{flops / 1e12:,.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:,.0f} GFLOP/s"
 
 
 def _text(result: BenchResult, rows: Sequence[BenchRow], case: Case) -> str:
     tp, tokens = case
+    engine = {(r.op, r.flavour): r.microseconds for r in rows if r.variant == _ENGINE}
+    first = max(len(_label(row.op, row.flavour)) for row in rows) + 2
+    second = max(7, *(len(row.variant) for row in rows))
     lines = [
         f"{result.source}: TP{tp}, {_tokens(tokens)}",
-        f"{'operation':<34}{'variant':<14}{'median':>10}{'at best':>12}{'roofline':>10}"
-        f"{'× torch':>9}",
+        f"{'operation':<{first}}{'variant':<{second}}{'median':>10}{'at best':>10}{'roofline':>10}"
+        f"{'× torch':>9}" + (f"{'× vllm':>8}" if engine else ""),
     ]
     order = _variants(rows)
     by_line = sorted(
@@ -383,9 +460,12 @@ def _text(result: BenchResult, rows: Sequence[BenchRow], case: Case) -> str:
         ratio = "" if row.ratio_to_reference is None else f"{row.ratio_to_reference:.2f}"
         share = "" if row.roofline_fraction is None else f"{row.roofline_fraction:.0%}"
         lines.append(
-            f"{_label(row.op, row.flavour):<34}{row.variant:<14}{_time(row.microseconds):>10}"
-            f"{_time(row.bound_microseconds):>12}{share:>10}{ratio:>9}"
+            f"{_label(row.op, row.flavour):<{first}}{row.variant:<{second}}"
+            f"{_time(row.microseconds):>10}{_time(row.bound_microseconds):>10}{share:>10}{ratio:>9}"
         )
+        theirs = engine.get((row.op, row.flavour))
+        if theirs and row.microseconds:
+            lines[-1] += f"{theirs / row.microseconds:>8.2f}"
     return "\n".join(lines)
 
 

@@ -47,7 +47,9 @@ def swap_comparison(found: Comparison, *, model_tokens: Any = None) -> View:
     fig.add_trace(
         go.Scatter(
             x=places, y=drawn, mode="lines+markers", name="error",
-            line={"color": theme.HEAT, "width": 1.5}, marker={"size": 6, "color": theme.HEAT},
+            line={"color": theme.HEAT, "width": 1.5},
+            marker={"size": 6, "color": theme.HEAT,
+                    "symbol": ["circle-open" if v == 0 else "circle" for v in values]},
             customdata=values,
             hovertemplate="position %{x}: error %{customdata:.2e}<extra></extra>",
         )
@@ -65,11 +67,12 @@ def swap_comparison(found: Comparison, *, model_tokens: Any = None) -> View:
         fig.add_trace(
             go.Scatter(
                 x=[-0.5, len(drawn) - 0.5], y=[found.limit, found.limit], mode="lines",
-                line={"color": theme.NEUTRAL, "dash": "dash", "width": 1.5}, hoverinfo="skip",
+                line={"color": theme.NEUTRAL, "dash": "dash", "width": 1.5},
+                hovertext=theme.plain(found.limit_from), hoverinfo="text",
             )
         )  # fmt: skip
         fig.add_annotation(
-            text=theme.ink(f"limit of the median: {found.limit:.1e}", faint=True),
+            text=theme.ink(f"limit for the median: {found.limit:.1e}", faint=True),
             x=0.6, xref="paper", xanchor="right", y=np.log10(found.limit), yref="y",
             yanchor="bottom", yshift=2,
         )  # fmt: skip
@@ -106,8 +109,10 @@ def swap_comparison(found: Comparison, *, model_tokens: Any = None) -> View:
 def _heading(values: Any, apart: bool) -> str:
     """What the left panel shows, marks included."""
     words = "error of the logits"
-    if (values == 0).any():
-        words += ", lowest points: none"
+    if (values == 0).all():
+        words += ": none, equal to the last bit"
+    elif (values == 0).any():
+        words += ", ○ none"
     return words + (", ✕ another token" if apart else "")
 
 
@@ -146,7 +151,15 @@ def _names(side: Side) -> str:
     ]
     if not picked:
         return "all reference"
-    return ", ".join(picked) if len(picked) <= 3 else f"{len(picked)} lines not the reference"
+    if len(picked) <= 3:
+        return ", ".join(picked)
+    swapped = [row for row in side.rows if row.resolved != "torch"]
+    words = []
+    for name in dict.fromkeys(row.resolved for row in swapped):
+        ops = {row.op for row in swapped if row.resolved == name}
+        one = next(text for row, text in zip(swapped, picked, strict=True) if row.resolved == name)
+        words.append(one if len(ops) == 1 else f"{name} in {plural(len(ops), 'operation')}")
+    return ", ".join(words)
 
 
 def _token(ident: int, model_tokens: Any) -> str:
@@ -163,18 +176,24 @@ def _token_words(found: Comparison, place: int, model_tokens: Any) -> str:
 
 def _text(found: Comparison, model_tokens: Any) -> str:
     worst = max(found.per_position, default=0.0)
-    limit = f"limit {found.limit:.1e}" if isfinite(found.limit) else "no limit: no float32 model"
+    limit = f"limit {found.limit:.1e}, {found.limit_from}"
     against = found.against_exact
     lines = [
         f"A: {_names(found.a)}",
         f"B: {_names(found.b)}",
-        f"{found.model}, {found.dtype} on {found.device}: {_outcome(found)} ({limit})",
+        f"{found.model}, {found.dtype} on {found.device}: {_outcome(found)}",
+        limit,
         f"logits: median error {_about(found.relative_error)}, largest {_about(worst)}",
         f"next-token distributions: KL {_about(found.divergence)} nats",
         f"greedy tokens: {found.equal_tokens} of {len(found.tokens)} the same",
     ]
     if against is not None:
-        lines.insert(4, f"against float32: B {against:.1e}, A {found.own_error or 0:.1e}")
+        lines.insert(5, f"against float32: B {against:.1e}, A {found.own_error or 0:.1e}")
+    if found.far:
+        lines.insert(
+            5,
+            f"more than ten times the limit: at {found.far} of {found.positions} positions",
+        )
     for place, (a, b) in enumerate(found.tokens):
         if a != b:
             lines.append(

@@ -18,8 +18,9 @@ from workbench.errors import WorkbenchError
 from workbench.kernels import ledger, registry
 from workbench.kernels.catalogue import BUILT_IN, LAYER_OPS, MODEL_OPS, REFERENCE
 from workbench.kernels.check import Verdict, check
-from workbench.kernels.registry import Resolved, Rule, Selection
+from workbench.kernels.registry import Rule, Selection
 from workbench.kernels.requirements import Where
+from workbench.kernels.tables import Resolved
 from workbench.kernels.trial import trial
 from workbench.model.swap import Comparison, compare
 
@@ -306,7 +307,7 @@ class Switch:
         if found is None or job.given_up:
             return
         self.comparison = found
-        if not isfinite(found.relative_error):
+        if not isfinite(found.relative_error) or not isfinite(found.largest_difference):
             self._drop(self._suspects(), "the model's logits are not numbers with it")
         elif not found.passed:
             own = [key for key in self._suspects() if key[1] not in BUILT_IN[key[0]]]
@@ -314,6 +315,11 @@ class Switch:
             why = f"logits off by {apart:.1e} where {found.limit:.1e} is allowed"
             if apart <= found.limit:
                 why = "greedy tokens differ where logits within the limit could not turn them over"
+                if found.decided:
+                    why = (
+                        f"logits off by more than ten times {found.limit:.1e} at {found.far} of "
+                        f"{found.positions} positions"
+                    )
             self._drop(own, f"refused in the model: {why}")
             if not own:
                 self.note = why

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -13,20 +13,26 @@ import ipywidgets as widgets
 from workbench.errors import WorkbenchError
 from workbench.kernels import registry
 from workbench.kernels.catalogue import LAYER_OPS, REFERENCE
-from workbench.kernels.registry import Resolved
+from workbench.kernels.ops import operation
+from workbench.kernels.registry import Selection
+from workbench.kernels.tables import Resolved
 from workbench.views import theme
 from workbench.views.dashboard import Dashboard
 from workbench.views.kernel_pages import kernel_table, table_cells
 from workbench.views.kernel_swap import swap_comparison
 from workbench.views.kernel_switch import OPS, Job, Switch
-from workbench.views.kernel_words import BAD, FAINT, choices, html_table, op_words
+from workbench.views.kernel_words import BAD, FAINT, choices, html_table
+from workbench.views.numbers import plural
 from workbench.views.page import box
 
 if TYPE_CHECKING:
     from workbench.model.beam import Beam
+    from workbench.model.swap import Comparison
 
 HERTZ = 10
 _PROMPT = "def add(a, b):\n"
+_LABEL, _MENU = "124px", "272px"  # two columns beside the side bar of a 1000 px page
+_STALE = "The selection was changed after this comparison:"
 _HEAD = ("operation", "layers", "requested", "runs", "checked here", "reason")
 _AWAY = "✕ "  # begins the name of a variant that does not run here
 
@@ -40,20 +46,23 @@ class Switchboard(Dashboard):
     def __init__(self, beam: Beam, prompt: Sequence[int], *, new_tokens: int) -> None:
         self.switch = Switch(beam, prompt, new_tokens=new_tokens)
         self.shown_state: object = None
+        self._said = ""  # what the last button came to
+        self._compared: object = None  # the selection that the comparison shown is of
         self._quiet = False
         self._lock = threading.RLock()
         self.layers = widgets.Dropdown(
             options=[("all layers", "all"), ("sliding layers", "sliding"), ("full layers", "full")],
             value="all",
             description="change in",
-            layout={"width": "240px"},
+            style={"description_width": _LABEL},
+            layout={"width": _MENU, "min_width": "0"},
         )
         self.menus = {
             op: widgets.Dropdown(
-                description=op_words(op),
-                tooltip=op,
-                style={"description_width": "116px"},
-                layout={"width": "310px", "min_width": "0"},
+                description=op,
+                tooltip=operation(op).title,
+                style={"description_width": _LABEL},
+                layout={"width": _MENU, "min_width": "0"},
             )
             for op in OPS
         }
@@ -62,11 +71,14 @@ class Switchboard(Dashboard):
         self.check = _button("Check selected", "Hold each selected variant against the oracle")
         self.compare = _button("Compare A/B", "Decode with the reference and with the selection")
         self.stop = _button("Stop", "End what runs")
-        self.bar = widgets.FloatProgress(min=0, max=1, value=0, layout={"width": "220px"})
+        self.bar = widgets.FloatProgress(
+            min=0, max=1, value=0, layout={"width": "180px", "display": "none"}
+        )
         self.status = widgets.HTML()
-        self.problem = widgets.HTML()
+        self.problem = widgets.HTML(layout={"min_width": "0", "flex": "0 1 auto"})
         self.away = widgets.HTML()
         self.table = widgets.HTML()
+        self.stale = widgets.HTML()
         self.result = widgets.Output()
         for widget, name in ((self.table, "bw-kernels-table"), (self.status, "bw-kernels-status"),
                              (self.problem, "bw-kernels-problem")):  # fmt: skip
@@ -80,21 +92,25 @@ class Switchboard(Dashboard):
                 widgets.HBox(
                     [self.apply, self.reference, self.check, self.compare, self.stop], layout=row
                 ),
-                widgets.HBox([self.bar, self.status], layout=row),
-                self.problem,
+                # As high as a line of it always, so that what is below stays where it is.
+                widgets.HBox(
+                    [self.bar, self.status, self.problem],
+                    layout={**row, "align_items": "center", "min_height": "36px"},
+                ),
                 self.table,
+                self.stale,
                 self.result,
             ]
         )
         self.widget.add_class("bw-kernels")
-        self.layers.observe(lambda _: self.update(), names="value")
+        self.layers.observe(lambda _: self._layers_chosen(), names="value")
         for op, menu in self.menus.items():
             menu.observe(lambda change, op=op: self._chosen(op, change), names="value")
         self.apply.on_click(lambda _: self.do_apply())
         self.reference.on_click(lambda _: self.do_reset())
-        self.check.on_click(lambda _: self._begin(self.switch.check))
-        self.compare.on_click(lambda _: self._begin(self.switch.compare))
-        self.stop.on_click(lambda _: self.switch.stop())
+        self.check.on_click(lambda _: self.do_check())
+        self.compare.on_click(lambda _: self.do_compare())
+        self.stop.on_click(lambda _: self.do_stop())
         self.update()
         _watch_cells(self)
 
@@ -107,44 +123,112 @@ class Switchboard(Dashboard):
             for op, menu in self.menus.items()
             if self.layers.value == "all" or op in LAYER_OPS
         }
-        self._begin(lambda: self.switch.apply(wanted, self.layers.value))
+        layers = self.layers.value
+        now = self.switch.current(layers)
+        changed = [(op, name) for op, name in wanted.items() if name != now[op]]
+        self._begin(
+            lambda: self.switch.apply(wanted, layers), lambda: self._applied(changed, layers)
+        )
 
     def do_reset(self) -> None:
         """The reference everywhere."""
-        self._begin(self.switch.reset)
+        self._begin(self.switch.reset, lambda: "All operations run the reference.")
 
-    def _begin(self, action: Any) -> None:
-        """Do it; where it became a job, follow it in a thread."""
+    def do_check(self) -> None:
+        """Check what is selected."""
+        rows = self.switch.rows()
+        held = list(dict.fromkeys((r.op, r.resolved) for r in rows if r.resolved != REFERENCE))
+        self._begin(self.switch.check, lambda: self._checked(held))
+
+    def do_compare(self) -> None:
+        """Decode with the reference and with the selection."""
+        before, selection = self.switch.comparison, self.switch.selection
+        self._begin(self.switch.compare, lambda: self._compared_words(before, selection))
+
+    def do_stop(self) -> None:
+        """End what runs."""
+        if self.switch.running:
+            self.stop.disabled = True
+            self.status.value = _faint("Stopping …")
+        self.switch.stop()
+
+    def _begin(self, action: Any, came_to: Callable[[], str]) -> None:
+        """Do it, and say what it came to; where it became a job, follow it in a thread."""
+        self._said = ""
         try:
             job = action()
         except WorkbenchError as error:
             self.problem.value = _warning(str(error))
             return
-        self.update()
         if isinstance(job, Job):
+            self.update()
+            self.status.value = _faint("Starting …")
             threading.Thread(
-                target=self._follow, args=(job,), daemon=True, name="workbench-kernels-show"
+                target=self._follow,
+                args=(job, came_to),
+                daemon=True,
+                name="workbench-kernels-show",
             ).start()
+        else:
+            self._said = came_to()
+            self.update()
 
-    def _follow(self, job: Job) -> None:
+    def _follow(self, job: Job, came_to: Callable[[], str]) -> None:
         """Show the progress, at most ten times a second, and what came of it."""
-        before = self.switch.comparison
-        shown = None
+        before, shown = self.switch.comparison, None
         while not job.wait(1 / HERTZ):
             self.switch.watch()
-            if job.progress is not shown:
+            if job.progress is not shown and not job.stopping:
                 shown = job.progress
                 self.bar.value = shown.done / max(1, shown.of)
                 self.status.value = _faint(shown.what or "at work")
-        self.update()
-        if job.error is not None:
-            self.problem.value = _warning(f"{type(job.error).__name__}: {job.error}")
         found = self.switch.comparison
         if found is not None and found is not before:
             view = swap_comparison(found, model_tokens=self.switch.beam.tokenizer)
             data = view._repr_mimebundle_()
             output = {"output_type": "display_data", "data": data, "metadata": {}}
             self.result.outputs = (output,)
+        if job.error is None:
+            stopped = job.stopping and not job.given_up and self.switch.comparison is before
+            self._said = "Stopped. What was selected before stays." if stopped else came_to()
+        self.update()
+        if job.error is not None:
+            self.problem.value = _warning(f"{type(job.error).__name__}: {job.error}")
+
+    # -- what they came to ------------------------------------------------------------------------
+
+    def _applied(self, changed: Sequence[tuple[str, str]], layers: str) -> str:
+        if not changed:
+            return "Nothing to apply: the menus say what runs."
+        out = [key for key in changed if key in self.switch.problems]
+        done = [(op, name) for op, name in changed if (op, name) not in self.switch.problems]
+        some = [f"{op} {name}" for op, name in done]
+        words = ", ".join(some) if len(some) <= 3 else plural(len(some), "change")
+        where = {"all": "", "sliding": " in sliding layers", "full": " in full layers"}[layers]
+        parts = [f"applied{where}: {words}"] if done else []
+        parts += [f"{len(out)} not applied, see the table"] if out else []
+        return _capital("; ".join(parts)) + "."
+
+    def _checked(self, held: Sequence[tuple[str, str]]) -> str:
+        if not held:
+            self.switch.note = ""  # no warning: it is said here
+            return "Nothing to check: all operations run the reference."
+        out = [key for key in held if key in self.switch.problems]
+        if out:
+            return f"Checked {plural(len(held), 'variant')}: {len(out)} taken out, see the table."
+        return f"Checked {plural(len(held), 'variant')}: passed."
+
+    def _compared_words(self, before: Comparison | None, selection: Selection) -> str:
+        found = self.switch.comparison
+        if found is None or found is before:
+            return "Not compared; what failed is in the table."
+        self._compared = selection
+        same = "the same within the limit" if found.passed else "they differ"
+        return f"Compared: {same}. The figure is below the table."
+
+    def _layers_chosen(self) -> None:
+        self._said = ""
+        self.update()
 
     # -- the page ---------------------------------------------------------------------------------
 
@@ -160,15 +244,18 @@ class Switchboard(Dashboard):
             for button in (self.apply, self.reference, self.check, self.compare):
                 button.disabled = running
             self.stop.disabled = not running
+            self.bar.layout.display = "" if running else "none"
             if not running:
                 self.bar.value = 0
-                self.status.value = ""
+                self.status.value = _faint(self._said) if self._said else ""
             note = self.switch.note
             self.problem.value = _warning(note) if note else ""
+            other = self.result.outputs and self._compared != self.switch.selection
+            self.stale.value = _faint(_STALE) if other else ""
 
     def _fill(self, now: dict[str, str]) -> None:
         self._quiet = True
-        reasons: dict[str, list[str]] = {}
+        away: dict[str, dict[str, list[str]]] = {}
         try:
             for op, menu in self.menus.items():
                 known = choices(op, self.switch.where)
@@ -179,14 +266,19 @@ class Switchboard(Dashboard):
                 menu.disabled = self.layers.value != "all" and op not in LAYER_OPS
                 for name, why in known:
                     if why:
-                        reasons.setdefault(f"{_AWAY}{name}: {why}", []).append(op)
+                        away.setdefault(why, {}).setdefault(name, []).append(op)
         finally:
             self._quiet = False
-        lines = [
-            f"{why} ({len(ops)} operations)" if len(ops) > 3 else f"{why} ({', '.join(ops)})"
-            for why, ops in reasons.items()
-        ]
-        self.away.value = _faint("not here: " + " · ".join(lines)) if lines else ""
+        lines = []
+        for why, which in away.items():
+            some = [
+                f"{name} of {', '.join(ops) if len(ops) <= 3 else f'{len(ops)} operations'}"
+                for name, ops in which.items()
+            ]
+            lines.append(f"{'; '.join(some)}: {why}")
+        self.away.value = (
+            _faint(f"{_AWAY}not on this machine: {' · '.join(lines)}") if lines else ""
+        )
 
     def _chosen(self, op: str, change: Any) -> None:
         """A choice that cannot run here is said and taken back."""
@@ -203,7 +295,10 @@ class Switchboard(Dashboard):
         else:
             now = self.switch.current(self.layers.value)
             count = sum(menu.value != now[o] for o, menu in self.menus.items())
-            self.status.value = _faint(f"{count} not applied yet") if count else ""
+            self._said = ""
+            self.status.value = (
+                _faint(f"{plural(count, 'change')} not applied yet") if count else ""
+            )
             self.problem.value = ""
 
     def _table(self, rows: Sequence[Resolved]) -> str:
@@ -211,7 +306,7 @@ class Switchboard(Dashboard):
         for (op, name), why in self.switch.problems.items():
             place = max(i for i, row in enumerate(rows) if row.op == op)
             cells[place] = [*cells[place][:5], (self._failed(name, why), BAD)]
-        return html_table(_HEAD, cells, mono=4)
+        return html_table(_HEAD, cells, mono=4, steady=True)
 
     def _failed(self, name: str, why: str) -> str:
         return f"⚠ {name} stays out: {why}"
@@ -266,6 +361,10 @@ def _button(word: str, tooltip: str, style: str = "") -> widgets.Button:
     return widgets.Button(
         description=word, tooltip=tooltip, button_style=style, layout={"width": "auto"}
     )
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _faint(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 
 from workbench.kernels import ledger, registry
@@ -19,13 +19,8 @@ GOOD, BAD, FAINT = (
 )
 
 Cell = str | tuple[str, str]  # text, or text and a colour
-_SHORT = 22  # letters up to which a cell stays one line
+_SHORT = 26  # letters up to which a cell stays one line
 NOT_CHECKED = "not checked here"
-
-
-def op_words(op: str) -> str:
-    """``decode_attention`` as words."""
-    return op.replace("_", " ")
 
 
 def choices(op: str, where: Where) -> list[tuple[str, str]]:
@@ -52,22 +47,42 @@ def spills(one: Compiled) -> str:
     return f"{one.spill_bytes} B spilled" if one.spill_bytes else "no spills"
 
 
-def html_table(head: Sequence[str], rows: Sequence[Sequence[Cell]], *, mono: int = 0) -> str:
-    """A table; texts are escaped here. The first ``mono`` columns hold names of code."""
+def html_table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    mono: int = 0,
+    numbers: Collection[int] = (),
+    steady: bool = False,
+) -> str:
+    """A table; texts are escaped here. The first ``mono`` columns hold names of code.
+
+    The columns counted in ``numbers`` end at their right edge. A ``steady`` table has the width of
+    the page, and its last column what the others leave: a sentence there moves none of them.
+    """
     line = ("background:transparent", f"border-bottom:1px solid {theme.LINE}")
-    cell = ("padding:3px 14px 3px 0", "text-align:left", "vertical-align:top")
+    last = len(head) - 1
+
+    def cell(place: int) -> list[str]:
+        side = "right" if place in numbers else "left"
+        fill = ["width:99%"] if steady and place == last else []
+        return ["padding:3px 14px 3px 0", f"text-align:{side}", "vertical-align:top", *fill]
+
     top = "".join(
         box(
-            escape(word), *cell, "white-space:nowrap", "font-weight:400", f"color:{FAINT}", tag="th"
+            escape(word),
+            *cell(place),
+            *("white-space:nowrap", "font-weight:400", f"color:{FAINT}"),
+            tag="th",
         )
-        for word in head
+        for place, word in enumerate(head)
     )
     body = box(top, *line, tag="tr")
     for row in rows:
         cells = ""
         for place, one in enumerate(row):
             text, color = one if isinstance(one, tuple) else (one, "")
-            styles = [*cell]
+            styles = cell(place)
             styles += [f"color:{color}"] if color else []
             styles += ["white-space:nowrap"] if len(text) <= _SHORT else []
             styles += ["font-family:var(--jp-code-font-family,monospace)"] if place < mono else []
@@ -79,6 +94,7 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[Cell]], *, mono: int
         f"font-size:{theme.TEXT}px",
         "margin:0",
         "overflow-wrap:anywhere",
+        *(["width:100%"] if steady else []),
         tag="table",
     )
     return box(table, "overflow-x:auto")
