@@ -103,6 +103,7 @@ def choose(notebook: Notebook, name: str, label: str) -> None:
     menu.locator("select").select_option(label)
 
 
+@pytest.mark.full
 def test_kv_cache(
     lab: Lab, browser: "playwright.Browser", screenshots: Path, tmp_path: Path
 ) -> None:
