@@ -100,7 +100,8 @@ def test_a_right_variant_is_timed_beside_the_reference(mine: Callable[..., str])
     assert row.roofline_fraction == pytest.approx(bound / row.microseconds)
     assert result.how == "measured here"
     assert result.peaks["bandwidth"] == 1e9
-    assert result.versions["torch"] == torch.__version__
+    # The distribution's version: some builds leave the "+cu130" of torch.__version__ out.
+    assert str(result.versions["torch"]).split("+")[0] == torch.__version__.split("+")[0]
     assert not result.interrupted
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from workbench.kernels.check import (
     POISON,
     POISON_INTEGER,
     Verdict,
+    _Poison,
     check,
     check_variants,
     judge,
@@ -365,6 +367,52 @@ def test_the_requests_cover_flavours_dtypes_strides_and_nothing(tiny: Shapes) ->
     assert len({r.seed for r in wanted}) == len(wanted), "fresh numbers in every case"
     again = [r for r in wanted if (r.flavour, r.dtype, r.tokens) == ("sliding", BF16, 1)]
     assert len(again) == 2, "a variant that keeps its last result is asked twice"
+
+
+def test_flavours_can_be_checked_apart(tiny: Shapes) -> None:
+    """A variant that has no form for one kind of input is right or wrong in the others."""
+    wanted = requests("decode_attention", tiny, flavours=("full",))
+    assert {r.flavour for r in wanted} == {"full"}
+    assert sum(r.context is not None for r in wanted) == 1
+    wanted = requests("decode_attention", tiny, flavours=("sliding fp8",))
+    assert {r.flavour for r in wanted} == {"sliding fp8"}
+    assert any(r.extreme for r in wanted)
+    assert [r.tokens for r in wanted].count(0) == 1
+    assert requests("rms_norm", tiny, flavours=("full",)) == []
+
+    def greedy_only(edges: Tensor, ids: Tensor, temperature: Tensor, noise: Any) -> Any:
+        if noise is not None:
+            raise KernelError("no noise here")
+        return OPERATIONS["selector_walk"].reference(edges, ids, temperature, noise)
+
+    registry.register("selector_walk", "greedy")(greedy_only)
+    for flavours, status in ((("",), "passed"), (("sampled",), "raised"), (None, "raised")):
+        (verdict,) = check_variants("selector_walk", ["greedy"], tiny, flavours=flavours)
+        assert verdict.status == status, verdict.sentence()
+
+
+def test_undefined_tensors_of_a_list_can_go_back_to_torch() -> None:
+    """FlashAttention 3 gives a list of which parts may be undefined. Those come as None where
+    fresh memory is marked, and torch takes no None back: an operation that returns what the mode
+    returned is then refused by torch itself."""
+
+    def undefined(x: Tensor) -> list[Tensor | None]:
+        return [x, None]
+
+    undefined._schema = SimpleNamespace(name="somewhere::undefined")  # type: ignore[attr-defined]
+    x = torch.rand(3)
+    found = _Poison().__torch_dispatch__(undefined, (), (x,))
+    assert found[0] is x
+    library = torch.library.Library("workbench_test_undefined", "DEF")
+    library.define("give(Tensor x) -> Tensor[]")
+    library.impl("give", lambda _: found, "CPU")
+    first, second = torch.ops.workbench_test_undefined.give(x)
+    assert torch.equal(first, x)
+    assert second.numel() == 0
+    library.define("give_none(Tensor x) -> Tensor[]")
+    library.impl("give_none", undefined, "CPU")
+    with pytest.raises(RuntimeError, match="Unable to cast"):
+        torch.ops.workbench_test_undefined.give_none(x)
 
 
 def test_every_other_request_is_extreme_and_of_another_model(tiny: Shapes) -> None:

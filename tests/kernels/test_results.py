@@ -11,7 +11,11 @@ import pytest
 
 from workbench.errors import KernelError, WorkbenchError
 from workbench.kernels import results
+from workbench.kernels.catalogue import OPS
+from workbench.kernels.ops import operation
 from workbench.kernels.results import (
+    CHECKOUT,
+    PACKAGED,
     BenchResult,
     BenchRow,
     load,
@@ -230,3 +234,42 @@ def test_what_is_recorded_here_is_whole() -> None:
                 assert row.bytes_per_second == pytest.approx(
                     row.bytes / row.microseconds * 1e6, rel=1e-3
                 )
+
+
+RUN = "kernels-h200.json"
+
+
+def test_the_recorded_run_has_every_operation_at_every_size() -> None:
+    """Beam-501B on one H200: reference and Triton, right and timed; vLLM's, right or refused."""
+    (result,) = recorded("H200")
+    assert (CHECKOUT / RUN).read_bytes() == (PACKAGED / RUN).read_bytes()
+    assert result.versions["vllm"] == "0.33.0"
+    sizes = {(op, f, n) for op in OPS for f in operation(op).flavours for n in (1, 7, 8, 64, 1024)}
+    for variant in ("torch", "triton"):
+        for tp in (8, 4):
+            rows = result.select(variant=variant, tp=tp)
+            assert {(r.op, r.flavour, r.tokens) for r in rows if r.timed} == sizes, (variant, tp)
+            assert len(rows) == len(sizes)
+    refused = {(r.op, r.flavour): r.gate for r in result.select(variant="vllm") if not r.passed}
+    assert refused == {("softcap", ""): "relative error", ("selector_walk", "sampled"): "result"}
+    assert not any(r.timed for r in result.select(variant="vllm", op="softcap"))
+
+
+def test_the_recorded_losses_to_the_engine_are_those_that_the_notes_name() -> None:
+    (result,) = recorded("H200")
+    engine = {
+        (r.tp, r.op, r.flavour, r.tokens): r.microseconds
+        for r in result.select(variant="vllm")
+        if r.microseconds
+    }
+    lost = {
+        (row.tp, row.op, row.tokens)
+        for row in result.select(variant="triton")
+        if (theirs := engine.get((row.tp, row.op, row.flavour, row.tokens)))
+        and (row.microseconds or 0) > theirs
+    }
+    assert lost == {
+        (8, "qkvg", 1024), (4, "qkvg", 1024),  # cuBLAS
+        (8, "dense_mlp", 1024), (4, "dense_mlp", 1024), (4, "dense_mlp", 64),  # cuBLAS
+        (8, "candidate_edges", 64), (4, "candidate_edges", 64),  # the launch before the last
+    }  # fmt: skip

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.kernels.launching import strided
+from workbench.kernels.launching import dependent_launch, strided
 from workbench.kernels.registry import register
 from workbench.kernels.requirements import triton_runs
+from workbench.kernels.triton_elementwise import after_predecessor
 from workbench.kernels.triton_runtime import INTERPRETED, tl, triton
 
 FP8_MAX = 448.0  # the largest float8_e4m3fn
@@ -102,7 +103,9 @@ def _dynamic_conv_kernel(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS_HERE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_predecessor(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1) * GROUPS_HERE + tl.arange(0, GROUPS_HERE)
     result = _convolved(
@@ -130,6 +133,7 @@ def dynamic_conv(x: Tensor, coefficients: Tensor, base: Tensor, query_len: int) 
         return out
     lanes = power_of_two(hidden // groups)
     rows, here, warps = _conv_tile(count, groups, lanes)
+    pdl = not INTERPRETED and dependent_launch(x)
     _dynamic_conv_kernel[(triton.cdiv(count, rows), triton.cdiv(groups, here))](
         x,
         coefficients,
@@ -147,8 +151,10 @@ def dynamic_conv(x: Tensor, coefficients: Tensor, base: Tensor, query_len: int) 
         LANES=lanes,
         ROWS=rows,
         GROUPS_HERE=here,
+        PDL=pdl,
         num_warps=warps,
         enable_fp_fusion=False,
+        launch_pdl=pdl,
     )
     return out
 

@@ -201,6 +201,7 @@ class PrefillPlan:
     splits: int
     warps: int
     stages: int
+    bulk: bool = True  # keys and values through descriptors, where they lie so
 
 
 def prefill_plan(spans: Spans, kv_heads: int, group: int, itemsize: int, sms: int) -> PrefillPlan:
@@ -211,12 +212,15 @@ def prefill_plan(spans: Spans, kv_heads: int, group: int, itemsize: int, sms: in
     keys = max((k for q, k in zip(spans.q_lengths, spans.k_lengths, strict=True) if q), default=0)
     rows = [n * group for n in spans.q_lengths]
     # 4 x 2048 tokens behind 32k: 1409 us, with tiles of 64 x 64 1494, of 128 x 64 1668.
-    block_m, block_n, warps, stages = 128, 128, 8, 3
+    block_m, block_n, warps, stages, bulk = 128, 128, 8, 3, True
     if INTERPRETED:
         pass
     elif itemsize > 2:
         # Float32 products are plain FMA: with larger tiles registers spill.
         block_m, block_n, warps, stages = 32, 16, 8, 1
+    elif keys <= 16:
+        # One step: what counts is the latency. 8 tokens 3.3 us, with tiles of 64 x 64 4.6.
+        block_m, block_n, warps, stages, bulk = 16, 16, 4, 1, False
     elif keys <= 4096 or spans.window is not None:
         # Less of a tile is hidden by the causal rule or the window, and two programs share a
         # multiprocessor: 8 x 2048 tokens 115 us, with 128 x 128 125; windows 76, with 128 x 64 86.
@@ -230,7 +234,9 @@ def prefill_plan(spans: Spans, kv_heads: int, group: int, itemsize: int, sms: in
     if block_m == 128 and tiles <= sms and spans.window is None:
         splits = max(splits, 2)  # halves fill the last wave better: 2048 behind 8k 142 us, not 147
     splits = max(1, min(splits, keys // 512, 8))
-    return PrefillPlan(block_m=block_m, block_n=block_n, splits=splits, warps=warps, stages=stages)
+    return PrefillPlan(
+        block_m=block_m, block_n=block_n, splits=splits, warps=warps, stages=stages, bulk=bulk
+    )
 
 
 @register("prefill_attention", "triton", requires=(triton_runs,))
@@ -285,7 +291,8 @@ def launch_prefill(q: Tensor, k: Tensor, v: Tensor, spans: Spans, plan: PrefillP
     tiles = triton.cdiv(max(spans.q_lengths) * group, plan.block_m)
     pdl = dependent_launch(q)
     block_d = max(16, triton.next_power_of_2(dim))
-    bulk = _bulk_copies(k) and _bulk_copies(v)
+    bulk = plan.bulk and _bulk_copies(k) and _bulk_copies(v)
+    cut = spans.window is not None and spans.window < max(spans.k_lengths)  # else it hides nothing
     _prefill[(len(spans.q_lengths) * kv_heads, tiles, plan.splits)](
         q,
         _describe(k, plan.block_n, block_d) if bulk else k,
@@ -303,7 +310,7 @@ def launch_prefill(q: Tensor, k: Tensor, v: Tensor, spans: Spans, plan: PrefillP
         D=dim,
         KV_HEADS=kv_heads,
         GROUP=group,
-        WINDOW=spans.window or 0,
+        WINDOW=spans.window if cut else 0,
         WHOLE=whole,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.kernels.launching import strided
+from workbench.kernels.launching import dependent_launch, strided
 from workbench.kernels.registry import register
 from workbench.kernels.requirements import triton_runs
 from workbench.kernels.triton_dflash2 import divided, power_of_two
+from workbench.kernels.triton_elementwise import after_predecessor
 from workbench.kernels.triton_runtime import INTERPRETED, tl, triton
 
 # -- candidate selector -------------------------------------------------------------------------
@@ -36,12 +37,14 @@ def _edges_kernel(
     RANK: tl.constexpr,
     SLOTS: tl.constexpr,  # TOP_K rounded up, 16 at least
     CHUNK: tl.constexpr,  # of the rank
+    PDL: tl.constexpr,
 ):
     """All K x K edges of one position.
 
     The K successor rows are gathered once for a matrix product with the K predecessor rows, not
     once for each predecessor: 16 times less to read at K = 16.
     """
+    after_predecessor(PDL)
     index = tl.program_id(0)
     position = index % POSITIONS
     request = index // POSITIONS
@@ -89,12 +92,14 @@ def _edges_of_one_kernel(
     RANK: tl.constexpr,
     SLOTS: tl.constexpr,  # TOP_K rounded up
     CHUNK: tl.constexpr,  # RANK rounded up
+    PDL: tl.constexpr,
 ):
     """The K edges of one position from one predecessor.
 
     With few positions the time is the latency of the loads and of what follows them, and a plain
     sum over 256 products is sooner done than 16 matrix instructions that wait for one another.
     """
+    after_predecessor(PDL)
     index = tl.program_id(0)
     before = tl.program_id(1)
     position = index % POSITIONS
@@ -140,6 +145,7 @@ def candidate_edges(
         # Not for the tensor cores: the operands of the product are held in registers.
         chunk = min(chunk, 32)
     kernel = _edges_kernel if together else _edges_of_one_kernel
+    pdl = not INTERPRETED and dependent_launch(hidden)
     kernel[(batch * positions,) if together else (batch * positions, top_k)](
         predecessors.contiguous(),
         successors.contiguous(),
@@ -156,8 +162,10 @@ def candidate_edges(
         RANK=rank,
         SLOTS=power_of_two(top_k, 16),  # tl.dot takes 16 rows at least
         CHUNK=chunk,
+        PDL=pdl,
         num_warps=warps,
         enable_fp_fusion=False,
+        launch_pdl=pdl,
     )
     return out
 
@@ -165,13 +173,13 @@ def candidate_edges(
 def _edges_tile(count: int) -> tuple[bool, int]:
     """Whether a program takes all predecessors of its position, and its warps.
 
-    H200, K 16, rank 256, a program a predecessor / a program a position of 4 warps / of 2, µs:
-    7 positions 1.78 / 2.07 / 2.15, 21: 2.08 / 2.11 / 2.17, 28: 2.25 / 2.13 / 2.18, 448: - / 4.36 /
-    4.36, 896: - / 7.87 / 5.62 (torch 2.11, triton 3.6).
+    H200, K 16, rank 256, a program a predecessor / a program a position, µs: 7 positions 1.95 /
+    2.90, 28: 2.22 / 3.04, 56: 2.79 / 3.06, 112: 4.25 / 3.19; 896, 2 warps and 4: 6.04 and 7.49
+    (torch 2.11, triton 3.6).
     """
     if INTERPRETED:
         return True, 4
-    return count >= 24, 4 if count < 256 else 2
+    return count >= 64, 4 if count < 256 else 2
 
 
 @triton.jit
