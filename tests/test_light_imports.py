@@ -19,6 +19,8 @@ LIGHT = (
     "workbench.model.steptime",
     "workbench.model.weights",
     "workbench.serving.reconcile",
+    "workbench.spec.metrics",
+    "workbench.spec.trace",
 )
 
 

@@ -35,3 +35,11 @@ class TrainingError(WorkbenchError):
 
 class KernelError(WorkbenchError):
     """An operation, a variant of it or a selection of variants that cannot be used here."""
+
+
+class DraftError(WorkbenchError):
+    """A drafter, or a setting of speculative decoding, that does not go with its target."""
+
+
+class TraceError(WorkbenchError):
+    """A trace file that cannot be read or written."""

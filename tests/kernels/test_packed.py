@@ -74,3 +74,12 @@ def test_large_models_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None
     beam = workbench.load("beam-tiny", device="cpu", dtype=torch.float32)
     assert beam.pack() == 0
     assert not any(hasattr(p, "packed") for p in beam.parameters())
+
+
+def test_a_weight_that_is_trained_is_not_used_packed() -> None:
+    w = torch.nn.Parameter(torch.randn(8, 4))
+    w.packed = packed.pack(w)  # type: ignore[attr-defined]
+    reference.linear(torch.randn(3, 4), w).sum().backward()
+    assert w.grad is not None
+    with torch.no_grad():
+        assert w.packed.usable(torch.randn(3, 4))  # type: ignore[attr-defined]

@@ -30,6 +30,7 @@ class PackedWeight:
             self._version == self._source._version
             and x.dtype == torch.float32
             and not x.requires_grad
+            and not (self._source.requires_grad and torch.is_grad_enabled())
         )
 
     def __call__(self, x: Tensor) -> Tensor:

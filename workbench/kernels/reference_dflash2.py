@@ -9,6 +9,7 @@ vLLM 0.33.0's Beam drafter: run in Triton's interpreter, its kernels give the sa
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 FP8_MAX = 448.0  # the largest float8_e4m3fn
@@ -30,21 +31,29 @@ def dynamic_conv(
 
 
 def _convolve(x: Tensor, coefficients: Tensor, base: Tensor, query_len: int) -> Tensor:
-    rows, hidden = x.shape
+    rows = x.shape[0]
     taps, groups = coefficients.shape[1:]
-    delta = coefficients.float().repeat_interleave(hidden // groups, -1)  # [N, taps, H]
-    kernel = base.float() + delta
-    place = torch.arange(rows, device=x.device) % query_len  # of the row in its block
-    out = kernel[:, 0] * x.float()
-    for tap in range(1, taps):
-        earlier = x.float().roll(tap, 0)
-        earlier = torch.where((place >= tap)[:, None], earlier, 0.0)
-        out = _fma(kernel[:, tap], earlier, out)
+    wide = x.float()
+    # Grouped channels broadcast: [N, taps, Gc, H / Gc], no copy of the coefficients for each.
+    delta = coefficients.float()[..., None]
+    kernel = (base.float().unflatten(-1, (groups, -1)) + delta).flatten(2)  # [N, taps, H]
+    out = kernel[:, 0] * wide
+    for tap in range(1, min(taps, rows)):
+        place = torch.arange(tap, rows, device=x.device) % query_len  # of the row in its block
+        # Not a product with 0: a NaN of another request's row must not come through.
+        earlier = torch.where((place >= tap)[:, None], wide[:-tap], 0.0)
+        out = torch.cat((out[:tap], _fma(kernel[tap:, tap], earlier, out[tap:], x.dtype)))
     return out
 
 
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a * b + c`` rounded to float32 once: the product of two float32 is exact in float64."""
+def _fma(a: Tensor, b: Tensor, c: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """``a * b + c`` in float32, rounded once where ``dtype``, that of the activations, is narrower.
+
+    The product of two float32 is exact in float64. The engine has no float32 activations whose bits
+    there were to be met.
+    """
+    if dtype == torch.float32:
+        return torch.addcmul(c, a, b)
     return (a.double() * b.double() + c.double()).float()
 
 
@@ -63,6 +72,8 @@ def conv_residual_norm(
     ``x' = round(residual' * rsqrt(mean(residual'^2) + eps) * weight)``.
     """
     residual = dynamic_conv(x, coefficients, base, query_len) + residual
+    if x.dtype == torch.float32:
+        return residual, F.rms_norm(residual, weight.shape, weight, eps)
     wide = residual.float()
     factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return residual, (wide * factor * weight.float()).to(x.dtype)
@@ -101,22 +112,27 @@ def selector_walk(
     *realized* scores; the choice is their first maximum where the request's temperature is 0 or
     ``noise`` is None, else the maximum of ``scores / temperature + noise``.
     """
-    batch, positions, top_k = ids.shape
-    tokens = torch.empty(batch, positions, dtype=ids.dtype, device=ids.device)
-    realized = torch.empty(batch, positions, top_k, dtype=edges.dtype, device=edges.device)
+    batch, positions, _ = ids.shape
+    value = edges
+    if noise is not None:
+        greedy = (temperature == 0)[:, None, None, None]
+        divisor = torch.where(temperature == 0, 1.0, temperature)[:, None, None, None]
+        value = torch.where(greedy, edges, edges / divisor + noise[:, :, None])
+    # The best slot behind every slot at once; only following them is sequential.
+    best = _first_maximum(value)  # [B, N, K]
     row = torch.arange(batch, device=ids.device)
     slot = torch.zeros_like(row)
-    greedy = (temperature == 0)[:, None]
-    divisor = torch.where(temperature == 0, 1.0, temperature)[:, None]
+    before, chosen = [], []
     for position in range(positions):
-        scores = edges[row, position, slot]  # [B, K]
-        value = scores
-        if noise is not None:
-            value = torch.where(greedy, scores, scores / divisor + noise[:, position])
-        slot = _first_maximum(value)
-        realized[:, position] = scores
-        tokens[:, position] = ids[row, position, slot]
-    return tokens, realized
+        before.append(slot)
+        slot = best[row, position, slot]
+        chosen.append(slot)
+    if not chosen:
+        return ids[:, :, 0], edges[:, :, 0]
+    taken, behind = torch.stack(chosen, 1), torch.stack(before, 1)  # [B, N]
+    tokens = ids.gather(-1, taken[..., None])[..., 0]
+    index = behind[..., None, None].expand(-1, -1, 1, edges.shape[-1])
+    return tokens, edges.gather(2, index)[:, :, 0]
 
 
 def _first_maximum(value: Tensor) -> Tensor:
@@ -176,7 +192,8 @@ def _rotate(key: Tensor, table: Tensor) -> Tensor:
     """NeoX RoPE of ``[N, L, G, D]`` by ``table [N, D]`` in float32, rounded once."""
     cos, sin = table.float()[:, None, None].chunk(2, -1)
     first, second = key.float().chunk(2, -1)
-    rotated = (_fma(first, cos, -(second * sin)), _fma(first, sin, second * cos))
+    kind = key.dtype
+    rotated = (_fma(first, cos, -(second * sin), kind), _fma(first, sin, second * cos, kind))
     return torch.cat(rotated, -1).to(key.dtype)
 
 

@@ -270,8 +270,13 @@ class Beam(nn.Module):
         rows = F.embedding(local * mine, self.embed_tokens) * mine[:, None].to(self.dtype)
         return rows if self.communicator is None else self.communicator.all_reduce(rows)
 
-    def forward(self, token_ids: Tensor, context: Context) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, context: Context, streams: dict[int, Tensor] | None = None
+    ) -> Tensor:
         """Token ids int64 ``[N]`` -> final-normed hidden states ``[N, H]``.
+
+        ``streams`` takes the residual stream ``[N, H]`` after each layer that is one of its keys:
+        what a DFlash2 drafter reads.
 
         Raises:
             ConfigError: a rank that was not connected to the others.
@@ -289,6 +294,8 @@ class Beam(nn.Module):
         norms = [*(layer.input_norm for layer in layers[1:]), self.norm]
         for layer, next_norm in zip(layers, norms, strict=True):
             h, x = layer(h, x, next_norm, context)
+            if streams is not None and layer.layer in streams:
+                streams[layer.layer] = h
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -330,12 +337,17 @@ class Beam(nn.Module):
         return logits.unflatten(0, token_ids.shape)
 
     def extend(
-        self, cache: KVCache, token_ids: Tensor, counts: list[int], slots: list[int] | None = None
+        self,
+        cache: KVCache,
+        token_ids: Tensor,
+        counts: list[int],
+        slots: list[int] | None = None,
+        streams: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Run ``counts[i]`` new tokens for cache slot ``slots[i]``; gives hidden states ``[N, H]``.
 
         ``token_ids`` is flat ``[sum(counts)]``. One call is a prefill chunk, a decode step or a
-        verify step, depending on the counts.
+        verify step, depending on the counts. ``streams`` as in :meth:`forward`.
 
         Raises:
             PromptError: ids, counts and slots that do not belong together, or a full context.
@@ -346,6 +358,6 @@ class Beam(nn.Module):
                 f"{token_ids.dtype} {list(token_ids.shape)}"
             )
         context = CachedContext(cache, counts, slots)
-        hidden: Tensor = self(token_ids, context)
+        hidden: Tensor = self(token_ids, context, streams)
         context.commit()
         return hidden

@@ -121,6 +121,28 @@ class KVCache:
         if length == 0:
             self._high[slot] = 0
 
+    @torch.inference_mode()
+    def move(self, source: int, target: int) -> None:
+        """Give a sequence another slot: what is in ``target`` is lost, ``source`` is then free.
+
+        A batch whose sequences fill neighbouring slots is attended as a view, without a copy; after
+        a sequence has left, the last one moved into its slot keeps it so.
+
+        Raises:
+            PromptError: there is no such slot.
+        """
+        self._check_slot(source)
+        self._check_slot(target)
+        if source == target:
+            return
+        length = self.lengths[source]
+        for layer in range(len(self.k)):
+            rows = length if self.config.is_full(layer) else self.ring
+            for store in (self.k, self.v):
+                store[layer][target, :rows] = store[layer][source, :rows]
+        self.lengths[target], self._high[target] = length, self._high[source]
+        self.lengths[source] = self._high[source] = 0
+
     def ring_positions(self, ends: Tensor) -> Tensor:
         """Position held by each ring row, given how many tokens were written: ``[n] -> [n, ring]``.
 

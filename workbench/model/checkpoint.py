@@ -37,7 +37,7 @@ from workbench.model.tokenizer import Tokenizer
 
 __all__ = ["load", "load_into", "save"]
 
-_DTYPES = ("BF16", "F16", "F32")  # of ordinary tensors; routers have to be F32
+DTYPES = ("BF16", "F16", "F32")  # of ordinary tensors; routers have to be F32
 
 
 def load(
@@ -152,7 +152,7 @@ def _materialise(beam: Beam, device: torch.device, dtype: torch.dtype) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Header:
+class Header:
     """What a file's header says of one tensor."""
 
     file: Path
@@ -212,11 +212,11 @@ def _check_regular(file: Path) -> None:
         raise CheckpointError(f"{file} is not a regular file; fetch it or write it again")
 
 
-def _headers(folder: Path) -> dict[str, _Header]:
+def read_headers(folder: Path) -> dict[str, Header]:
     files, index = _weight_files(folder)
-    headers: dict[str, _Header] = {}
+    headers: dict[str, Header] = {}
     for file in files:
-        with _opened(file) as tensors:
+        with opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 if name in headers:
                     raise CheckpointError(
@@ -224,7 +224,7 @@ def _headers(folder: Path) -> dict[str, _Header]:
                         "remove one of them"
                     )
                 view = tensors.get_slice(name)
-                headers[name] = _Header(
+                headers[name] = Header(
                     file=file, shape=tuple(view.get_shape()), dtype=view.get_dtype()
                 )
     for name, place in index.items():
@@ -237,7 +237,7 @@ def _headers(folder: Path) -> dict[str, _Header]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
@@ -249,7 +249,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def _plan(beam: Beam, folder: Path) -> dict[Path, list[_Copy]]:
     """What to copy out of each file, once the headers prove that it is all there and fits."""
-    headers = _headers(folder)
+    headers = read_headers(folder)
     targets = tensor_targets(beam.config, beam.shard)
     plan: dict[Path, list[_Copy]] = {}
     used: set[str] = set()
@@ -261,7 +261,7 @@ def _plan(beam: Beam, folder: Path) -> dict[Path, list[_Copy]]:
                 f"tensor {name} in {header.file} has shape {list(header.shape)}, but the config "
                 f"needs {list(shape)}"
             )
-        allowed = ("F32",) if fp32 else _DTYPES
+        allowed = ("F32",) if fp32 else DTYPES
         if header.dtype not in allowed:
             raise CheckpointError(
                 f"tensor {name} in {header.file} has dtype {header.dtype}; "
@@ -304,7 +304,7 @@ def _plan(beam: Beam, folder: Path) -> dict[Path, list[_Copy]]:
 def _read(beam: Beam, plan: Mapping[Path, list[_Copy]], check_finite: bool) -> None:
     parameters = dict(beam.named_parameters())
     for file, copies in plan.items():
-        with _opened(file) as tensors:  # one file is mapped at a time
+        with opened(file) as tensors:  # one file is mapped at a time
             view, stored = None, ""
             for copy in copies:
                 if view is None or copy.stored != stored:

@@ -62,14 +62,14 @@ def save(
     tokenizer = _tokenizer_files(beam, tokenizer_folder)
     files = _partition(beam, dtype, shard_bytes)
     targets = tensor_targets(beam.config)
-    with _replacing(folder) as scratch:
+    with replacing(folder) as scratch:
         for name, specs in files.items():
             _write_tensors(scratch / name, beam, targets, specs, dtype)
         if len(files) > 1:
-            _write_text(scratch / INDEX_FILE, _index(files, dtype))
-        _write_text(scratch / "config.json", _config(beam, dtype))
+            write_text(scratch / INDEX_FILE, _index(files, dtype))
+        write_text(scratch / "config.json", _config(beam, dtype))
         for name, text in tokenizer.items():
-            _write_text(scratch / name, text)
+            write_text(scratch / name, text)
 
 
 def _refuse(beam: Beam, dtype: torch.dtype, shard_bytes: int | None) -> None:
@@ -183,7 +183,7 @@ def _write_tensors(
                     f"{_NAMES[tensor.dtype]}, so nothing was saved"
                 )
             stream.write(tensor.flatten().view(torch.uint8).numpy().data)
-        _flush(stream)
+        flush(stream)
 
 
 def _stored_tensor(parameter: Tensor, target: Target, dtype: torch.dtype) -> Tensor:
@@ -192,13 +192,13 @@ def _stored_tensor(parameter: Tensor, target: Target, dtype: torch.dtype) -> Ten
     return tensor.to(device="cpu", dtype=dtype).contiguous()
 
 
-def _write_text(file: Path, text: str) -> None:
+def write_text(file: Path, text: str) -> None:
     with file.open("wb") as stream:
         stream.write(text.encode())
-        _flush(stream)
+        flush(stream)
 
 
-def _flush(stream: Any) -> None:
+def flush(stream: Any) -> None:
     stream.flush()
     os.fsync(stream.fileno())
 
@@ -216,7 +216,7 @@ class _Move:
 
 
 @contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path) -> Iterator[Path]:
     """A scratch folder whose files replace those of ``folder`` when the block succeeds."""
     created = [p for p in (folder, *folder.parents) if not p.exists()]
     # Named before it is made: an interrupt in between leaves nothing that has no name.

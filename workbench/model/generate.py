@@ -61,9 +61,9 @@ class Generation:
 
     Speed is of decode steps alone. The prompt's prefill, which gives the first new token, is not in
     ``seconds``, and neither is the first decode step, where kernels and buffers are used for the
-    first time. ``seconds`` is the time of the ``timed_steps`` others this sequence took part in;
-    ``tokens_per_second`` is their quotient, NaN when there were none. ``finish`` is None if
-    decoding was cancelled.
+    first time. ``seconds`` is the time of the ``timed_steps`` others this sequence took part in,
+    which gave ``timed_tokens``; ``tokens_per_second`` is their quotient, NaN when there were none.
+    ``finish`` is None if decoding was cancelled.
     """
 
     text: str
@@ -71,6 +71,7 @@ class Generation:
     prompt_tokens: int
     steps: int
     timed_steps: int
+    timed_tokens: int
     seconds: float
     prefill_seconds: float
     finish: Finish | None
@@ -83,7 +84,7 @@ class Generation:
     @property
     def tokens_per_second(self) -> float:
         """Decode speed of this sequence; NaN when no step was timed."""
-        return self.timed_steps / self.seconds if self.seconds > 0 else nan
+        return self.timed_tokens / self.seconds if self.seconds > 0 else nan
 
     def to_dict(self) -> dict[str, Any]:
         """The values by name, for JSON: an undefined speed is None."""
@@ -180,6 +181,7 @@ class TokenStream(Iterator[Token]):
                 prompt_tokens=len(s.prompt),
                 steps=s.steps,
                 timed_steps=s.timed_steps,
+                timed_tokens=s.timed_steps,
                 seconds=s.seconds,
                 prefill_seconds=s.prefill_seconds,
                 finish=s.finish,

@@ -174,11 +174,20 @@ def assumed_drafter(name: str) -> str:
 
 def drafter_of(model: str) -> str | None:
     """Name of the drafter known for a model of :func:`known_models`, None where there is none."""
-    return "beam-501b-dflash2" if model == "beam-501b" else None
+    if model == "beam-501b":
+        return "beam-501b-dflash2"
+    return f"{model}-dflash2" if bundled_drafter(model) is not None else None
+
+
+def bundled_drafter(model: str) -> Path | None:
+    """Folder of the drafter bundled with a bundled model; None where there is none."""
+    folder = ZOO / model / "dflash2" if model in bundled() else None
+    return folder if folder is not None and (folder / "config.json").is_file() else None
 
 
 def resolve_drafter(drafter: str | Path) -> ResolvedDrafter:
-    """Look up a drafter: the preset ``beam-501b-dflash2``, or a folder with ``config.json``.
+    """Look up a drafter: ``beam-501b-dflash2`` (a shape), one bundled as ``MODEL-dflash2``, or a
+    folder with ``config.json``.
 
     Raises:
         ModelNotFoundError: no such name or folder.
@@ -188,10 +197,13 @@ def resolve_drafter(drafter: str | Path) -> ResolvedDrafter:
     name = _name(drafter, "drafter")
     if name == "beam-501b-dflash2":
         return beam_501b_dflash2()
-    folder = expand(drafter)
+    folder = bundled_drafter(name.removesuffix("-dflash2")) if name.endswith("-dflash2") else None
+    folder = folder or expand(drafter)
     if not folder.is_dir():
+        bundles = [f"{model}-dflash2" for model in bundled() if bundled_drafter(model)]
+        known = ", ".join(["beam-501b-dflash2", *bundles])
         raise ModelNotFoundError(
-            f"unknown drafter {shown(name)}: use beam-501b-dflash2, or a folder with config.json"
+            f"unknown drafter {shown(name)}: use {known}, or a folder with config.json"
         )
     config = DFlash2Config.from_json(folder)
     given = Source(kind="checkpoint", note="config.json")
