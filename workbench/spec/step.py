@@ -1,0 +1,195 @@
+"""``Step``: what one step of the decode loop did, as plain values.
+
+Words for a slot of a block, kept apart everywhere: *accepted*; *rejected*, verified and refused;
+*trimmed*, drafted but never verified (engines count it as rejected). A slot that was verified
+behind a refused one counts as rejected, too: its verdict no longer mattered, its cost did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from workbench.errors import TraceError
+
+if TYPE_CHECKING:  # it brings torch, which reading a trace needs not
+    from workbench.model.generate import Finish
+
+Kind = Literal["first", "plain", "accepted", "corrected", "bonus"]
+Phase = Literal["prefill", "decode"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStep:
+    """One request in one step.
+
+    Attributes:
+        request: its number, kept while the request lives and not used again.
+        position: tokens of the sequence before this step, prompt included: the index of the first
+            token the step gives. The anchor, row 0 of the verified rows, is at ``position - 1``.
+        drafted: the drafter's token ids, N of them, empty in a step without drafts.
+        confidences: for each draft token, the probability the walk gave it among its candidates
+            (softmax of the realized scores at the request's temperature, 1 where that is 0). It is
+            the drafter's own word and not calibrated.
+        admitted: how many of the drafted were verified, a prefix.
+        accepted: how many of the admitted the target accepted, a prefix.
+        token_ids: what the step gave the sequence; normally ``accepted + 1`` tokens, fewer when a
+            stop token or a limit came first.
+        kinds: of each of these tokens: ``first`` of the prompt's prefill, ``plain`` of a step
+            without drafts, ``accepted`` draft, ``corrected`` at the first refused slot, ``bonus``
+            behind a block that was accepted whole.
+        finished: why the sequence ended here, None if it goes on.
+        candidates, unary, scores: with ``detail``, of each slot the K candidates' ids, their own
+            logits, and their realized scores behind the path that was walked; else empty.
+    """
+
+    request: int
+    position: int
+    drafted: tuple[int, ...] = ()
+    confidences: tuple[float, ...] = ()
+    admitted: int = 0
+    accepted: int = 0
+    token_ids: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+    finished: Finish | None = None
+    candidates: tuple[tuple[int, ...], ...] = ()
+    unary: tuple[tuple[float, ...], ...] = ()
+    scores: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def trimmed(self) -> int:
+        """Drafted but not verified."""
+        return len(self.drafted) - self.admitted
+
+    @property
+    def rejected(self) -> int:
+        """Verified and not accepted."""
+        return self.admitted - self.accepted
+
+    @property
+    def cut(self) -> int:
+        """Tokens the verdict gave that a stop token or a limit took away again."""
+        return self.accepted + 1 - len(self.token_ids)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values by name, for JSON; what is empty or None is left out."""
+        # Not asdict(), which copies every tuple: a step with detail would cost four times as much.
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: v for k, v in values.items() if v is not None and v != ()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RequestStep:
+        """Back from :meth:`to_dict`.
+
+        Raises:
+            TraceError: a value is missing, of the wrong kind, or contradicts another.
+        """
+        known = {f.name for f in fields(cls)}
+        try:
+            values = {k: _tuples(v) for k, v in data.items() if k in known}
+            made = cls(**values)
+            _check(made)
+        except TraceError:
+            raise
+        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise TraceError(f"a request of a step cannot be read: {error}") from error
+        return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of the decode loop, all requests that took part. Times are wall time in seconds.
+
+    Attributes:
+        index: number of the step in its run, from 0.
+        phase: ``prefill`` (one request's prompt, which gives its first token) or ``decode``.
+        rows: token rows the target ran.
+        draft_seconds: context K/V, block pass, selector and walk; 0 without drafts.
+        verify_seconds: the target's pass and the verdict.
+        seconds: the whole step.
+        requests: each request's part, in the order of their rows.
+    """
+
+    index: int
+    phase: Phase = "decode"
+    rows: int
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    seconds: float
+    requests: tuple[RequestStep, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens the step gave, all requests together."""
+        return sum(len(r.token_ids) for r in self.requests)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values by name, for JSON."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "requests"}
+        return values | {"requests": [r.to_dict() for r in self.requests]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Step:
+        """Back from :meth:`to_dict`.
+
+        Raises:
+            TraceError: a value is missing, of the wrong kind, or contradicts another.
+        """
+        known = {f.name for f in fields(cls)} - {"requests"}
+        try:
+            requests = tuple(RequestStep.from_dict(r) for r in data["requests"])
+            made = cls(**{k: v for k, v in data.items() if k in known}, requests=requests)
+            counts = all(_is_whole(n) and n >= 0 for n in (made.index, made.rows))
+            times = (made.draft_seconds, made.verify_seconds, made.seconds)
+            if not counts or not all(_is_real(t) and t >= 0 for t in times):
+                raise TraceError("a step has a negative count or time")
+            if made.phase not in get_args(Phase):
+                raise TraceError(f"a step has the phase {made.phase!r:.40}")
+        except TraceError:
+            raise
+        except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
+            raise TraceError(f"a step cannot be read: {error}") from error
+        return made
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+def _check(r: RequestStep) -> None:
+    whole = (r.request, r.position, r.admitted, r.accepted, *r.drafted, *r.token_ids)
+    if not all(_is_whole(n) for n in whole) or r.request < 0 or r.position < 0:
+        raise TraceError("a request of a step has a count or a token id that is no whole number")
+    if not 0 <= r.accepted <= r.admitted <= len(r.drafted):
+        raise TraceError(
+            f"a request of a step has {len(r.drafted)} drafted, {r.admitted} admitted and "
+            f"{r.accepted} accepted tokens; each must be at most the one before"
+        )
+    if len(r.kinds) != len(r.token_ids) or not set(r.kinds) <= set(KINDS):
+        raise TraceError("a request of a step needs one kind for each of its tokens")
+    if len(r.token_ids) > r.accepted + 1:
+        raise TraceError("a request of a step gave more tokens than it accepted, and one more")
+    if r.finished not in (None, "eos", "length", "context"):
+        raise TraceError("a request of a step ended for no reason that is known")
+    for name in ("confidences", "candidates", "unary", "scores"):
+        if len(getattr(r, name)) not in (0, len(r.drafted)):
+            raise TraceError(f"a request of a step needs {name} for each drafted token or none")
+    tables = [t for t in (r.candidates, r.unary, r.scores) if t != ()]
+    if (
+        len({len(row) for table in tables for row in table}) > 1
+        or not all(_is_real(x) for x in r.confidences)
+        or not all(_is_whole(n) for row in r.candidates for n in row)
+        or not all(_is_real(x) for table in (r.unary, r.scores) for row in table for x in row)
+    ):
+        raise TraceError("a request of a step has scores or candidates that are no numbers")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
