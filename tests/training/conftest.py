@@ -12,10 +12,15 @@ import torch
 
 from workbench.kernels import reference
 from workbench.model import beam, cache, checkpoint, config, context, tokenizer
+from workbench.model.beam import Beam
+from workbench.model.checkpoint import load
 from workbench.model.config import BeamConfig
+from workbench.model.drafter_config import DFlash2Config
 from workbench.model.tokenizer import Tokenizer
-from workbench.training import bpe, corpus, evaluate, optimizer, sources, state
+from workbench.spec.drafter import Drafter
+from workbench.training import bpe, corpus, evaluate, optimizer, pretrain, sources, state
 from workbench.training.documents import Document
+from workbench.training.drafter_start import start
 from workbench.training.settings import TrainingSettings
 
 VOCABULARY = 400
@@ -110,3 +115,72 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def target_folder(
+    tmp_path_factory: pytest.TempPathFactory,
+    corpus_folder: Path,
+    tokenizer_folder: Path,
+    small_config: BeamConfig,
+) -> Path:
+    """A checkpoint that has learnt a little: a target whose next token is no coin toss."""
+    folder = tmp_path_factory.mktemp("target")
+    settings = TrainingSettings(
+        model=small_config,
+        output=folder / "model",
+        state=folder / "state",
+        corpus=str(corpus_folder),
+        tokenizer=tokenizer_folder,
+        steps=60,
+        batch=8,
+        length=48,
+        warmup=3,
+        evaluate_bytes=0,
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pretrain.train(settings)
+    torch.set_num_threads(threads)
+    return folder / "model"
+
+
+@pytest.fixture
+def target(target_folder: Path) -> Beam:
+    """Its model, float32."""
+    return load(target_folder)
+
+
+@pytest.fixture
+def drafter_config(small_config: BeamConfig) -> DFlash2Config:
+    """Two layers, a window shorter than the sequences, and blocks of five."""
+    return DFlash2Config(
+        vocab_size=small_config.vocab_size,
+        hidden_size=small_config.hidden_size,
+        max_position_embeddings=small_config.max_position_embeddings,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=9,
+        target_layer_ids=(0, 1, 2),
+        mask_token_id=3,
+        conv_kernel_size=2,
+        conv_group_size=16,
+        selector_rank=8,
+        selector_top_k=6,
+        final_logit_softcapping=30.0,
+        block_size=5,
+    )
+
+
+@pytest.fixture
+def drafter(drafter_config: DFlash2Config, target: Beam) -> Drafter:
+    """Every parameter random: no convolution is the identity, no codebook zero."""
+    made = start(drafter_config, target, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.2)
+    return made

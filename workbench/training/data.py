@@ -47,7 +47,7 @@ def open_stream(corpus: str, tokenizer: Tokenizer, length: int, seed: int) -> To
             f"a vocabulary of {tokenizer.vocab_size} does not fit the 16-bit ids of a training "
             f"stream; use a tokenizer of at most {MAX_VOCABULARY} tokens"
         )
-    tokens = _stdlib_tokens(tokenizer) if corpus == "stdlib" else _corpus_tokens(corpus, tokenizer)
+    tokens = _stdlib_tokens(tokenizer) if corpus == "stdlib" else corpus_tokens(corpus, tokenizer)
     if len(tokens) <= length:
         raise TrainingError(
             f"the corpus {corpus} has {len(tokens)} tokens, fewer than one window of {length} "
@@ -56,7 +56,12 @@ def open_stream(corpus: str, tokenizer: Tokenizer, length: int, seed: int) -> To
     return TokenStream(tokens, seed)
 
 
-def _corpus_tokens(corpus: str, tokenizer: Tokenizer) -> np.ndarray:
+def corpus_tokens(corpus: str, tokenizer: Tokenizer) -> np.ndarray:
+    """``train.tokens.u16`` of a corpus folder, uint16 ``[M]``, read as it is used.
+
+    Raises:
+        TrainingError: it is missing, cut off, or was made with another tokenizer.
+    """
     file = Path(corpus) / "train.tokens.u16"
     again = f"'python -m workbench.training.bpe --corpus {corpus} --out TOKENIZER --tokens'"
     if not file.is_file() or file.stat().st_size < 2:

@@ -8,7 +8,7 @@ Source of the method: K. Jordan et al., "Muon: an optimizer for hidden layers", 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,20 @@ def optimizers_for(model: nn.Module, settings: TrainingSettings) -> list[Optimiz
     return [muon, adam]
 
 
-def rate_factor(step: int, settings: TrainingSettings) -> float:
+class Schedule(Protocol):
+    """What the rates of a run follow (see :class:`TrainingSettings`)."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def warmup(self) -> int: ...
+
+    @property
+    def cooldown(self) -> float: ...
+
+
+def rate_factor(step: int, settings: Schedule) -> float:
     """Learning-rate factor of ``step``: linear warm-up, flat, linear cool-down to zero."""
     up = (step + 1) / max(1, settings.warmup)
     cooldown = settings.cooldown * settings.steps

@@ -67,7 +67,7 @@ def train(
         TrainingError: folders, tokenizer, corpus or saved state cannot be used, the loss is no
             number, or the state or the checkpoint cannot be written.
     """
-    _check_folders(settings, resume)
+    check_folders(settings.output, settings.state, resume)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = Tokenizer.from_folder(settings.tokenizer)
     check_tokenizer(settings, tokenizer)
@@ -158,15 +158,20 @@ def run(
 # -- what cannot go on ----------------------------------------------------------------------------
 
 
-def _check_folders(settings: TrainingSettings, resume: bool) -> None:
-    for name, folder in (("output", settings.output), ("state", settings.state)):
+def check_folders(output: Path, state: Path, resume: bool) -> None:
+    """Refuse folders that cannot be written, and a state that would be lost, before any work.
+
+    Raises:
+        TrainingError: naming the setting and the folder.
+    """
+    for name, folder in (("output", output), ("state", state)):
         if folder.is_file():
             raise TrainingError(f"{name} names {folder}, which is a file; name a folder")
         _check_writable(name, folder)
-    states = saved_states(settings.state)
+    states = saved_states(state)
     if states and not resume:
         raise TrainingError(
-            f"{settings.state} holds {states[-1].name} of an unfinished run; go on from it with "
+            f"{state} holds {states[-1].name} of an unfinished run; go on from it with "
             "--resume, or delete that folder to start anew"
         )
 
@@ -293,7 +298,7 @@ def _finish(
         "checkpoint": str(settings.output),
         "held_out": held_out,
         "tokens": record["step"] * settings.batch * settings.length,
-        "hardware": _hardware(device),
+        "hardware": hardware(device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "date": time.strftime("%Y-%m-%d"),
         "settings": {
@@ -309,7 +314,8 @@ def _finish(
     return result
 
 
-def _hardware(device: torch.device) -> str:
+def hardware(device: torch.device) -> str:
+    """What a record says the run was made on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

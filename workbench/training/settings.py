@@ -27,13 +27,35 @@ _AT_MOST = {
     "warmup": 10**9,
     "save_every": 10**9,
     "evaluate_bytes": 10**12,
+    "responses": 10**9,
+    "rows": 10**6,
+    "response": 10**9,
+    "prompt_min": 10**9,
+    "prompt_max": 10**9,
+    "anchors": 10**6,
+    "evaluate_prompts": 10**6,
+    "evaluate_tokens": 10**9,
+    "repeat_run": 10**6,
+    "repeat_grace": 10**6,
     "seed": 2**63 - 1,
 }
 _MOST_IN_MODEL = 2**53
 _MOST_LAYERS = 10_000
 _MOST_PARAMETERS = 10**10  # 40 GB of float32 weights, before gradients and optimizers
-_AT_LEAST_ONE = ("steps", "batch", "length", "save_every")
-_KINDS = {
+_AT_LEAST_ONE = (
+    "steps",
+    "batch",
+    "length",
+    "save_every",
+    "responses",
+    "rows",
+    "response",
+    "prompt_min",
+    "prompt_max",
+    "anchors",
+    "evaluate_tokens",
+)
+_KINDS = {  # what a value must be, by the field's type
     "Path": "a path in quotes",
     "str": "a text in quotes",
     "int": "a whole number",
@@ -77,6 +99,18 @@ def read_settings(path: str | Path) -> TrainingSettings:
     Raises:
         TrainingError: the file, a field or a value is wrong; the message names it.
     """
+    data, file = read_toml(path, "model")
+    return settings_from_dict(data, str(file))
+
+
+def read_toml(path: str | Path, table: str) -> tuple[dict[str, Any], Path]:
+    """What is in a TOML file, or in the bundled configuration of that name, and the file.
+
+    ``table`` is what the bundled ones that a message names must have.
+
+    Raises:
+        TrainingError: it cannot be read or parsed.
+    """
     file = Path(path)
     if "\0" in str(path):
         raise TrainingError(f"{str(path)!r} is not a path (it holds a NUL); name a TOML file")
@@ -89,7 +123,7 @@ def read_settings(path: str | Path) -> TrainingSettings:
     except OSError as error:
         raise TrainingError(
             f"training configuration {file} cannot be read ({error.strerror}); "
-            f"give a TOML file or one of {', '.join(bundled_settings())}"
+            f"give a TOML file or one of {', '.join(bundled_settings(table))}"
         ) from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise TrainingError(f"{file} is not valid TOML ({error}); correct it") from error
@@ -99,12 +133,18 @@ def read_settings(path: str | Path) -> TrainingSettings:
         raise TrainingError(
             f"{file} nests too deep or holds a number of too many digits; correct it"
         ) from error
-    return settings_from_dict(data, str(file))
+    return data, file
 
 
-def bundled_settings() -> tuple[str, ...]:
-    """Names of the configurations inside the package."""
-    return tuple(sorted(p.stem for p in CONFIGS.glob("*.toml")))
+def bundled_settings(table: str = "model") -> tuple[str, ...]:
+    """Names of the configurations inside the package that have this table (model, drafter)."""
+    return tuple(
+        sorted(
+            p.stem
+            for p in CONFIGS.glob("*.toml")
+            if f"\n[{table}]\n" in p.read_text(encoding="utf-8")
+        )
+    )
 
 
 def settings_from_dict(data: Mapping[str, Any], where: str) -> TrainingSettings:
@@ -118,17 +158,7 @@ def settings_from_dict(data: Mapping[str, Any], where: str) -> TrainingSettings:
     for name in values["model"].extra:
         if name not in _CONFIG_JSON_KEYS:
             raise TrainingError(f"{where} [model]: {name!r} is not a field of Beam; remove it")
-    known = {f.name: f for f in fields(TrainingSettings)}
-    for name in values:
-        if name not in known:
-            raise TrainingError(f"{where}: {name!r} is not a training field; remove it")
-    for name, f in known.items():
-        if name not in values:
-            if f.default is MISSING:
-                raise TrainingError(f"{where}: the field {name} is missing; add it")
-            continue
-        values[name] = _checked(name, values[name], str(f.type), where)
-    settings = TrainingSettings(**values)
+    settings = TrainingSettings(**checked_fields(TrainingSettings, values, where))
     if settings.length > settings.model.max_position_embeddings:
         raise TrainingError(
             f"{where}: length ({settings.length}) exceeds max_position_embeddings "
@@ -140,6 +170,26 @@ def settings_from_dict(data: Mapping[str, Any], where: str) -> TrainingSettings:
             f"not {settings.cooldown}"
         )
     return settings
+
+
+def checked_fields(kind: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values of a settings dataclass's fields, each checked by its type and name.
+
+    Raises:
+        TrainingError: a value is wrong, unknown or missing; the message names it.
+    """
+    values = dict(values)
+    known = {f.name: f for f in fields(kind)}
+    for name in values:
+        if name not in known:
+            raise TrainingError(f"{where}: {name!r} is not a training field; remove it")
+    for name, f in known.items():
+        if name not in values:
+            if f.default is MISSING:
+                raise TrainingError(f"{where}: the field {name} is missing; add it")
+            continue
+        values[name] = _checked(name, values[name], str(f.type), where)
+    return values
 
 
 def _model(data: Mapping[str, Any], where: str) -> BeamConfig:
@@ -207,9 +257,9 @@ def _checked(name: str, value: Any, kind: str, where: str) -> Any:
                 f"{where}: {name} must be at most {_AT_MOST[name]}, not {_shown(value)}"
             )
         return value
-    if kind == "str" and isinstance(value, str):  # the corpus
+    if kind == "str" and isinstance(value, str):  # the corpus, or the target
         return str(_path(name, value, where))
-    if (kind == "bool" and isinstance(value, bool)) or kind == "BeamConfig":
+    if (kind == "bool" and isinstance(value, bool)) or kind not in _KINDS:  # a checked table
         return value
     raise TrainingError(f"{where}: {name} must be {_KINDS[kind]}, not {_shown(value)}")
 
