@@ -12,8 +12,6 @@ import errno
 import os
 import signal
 import sys
-from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,22 +19,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from workbench import cli_kernels, cli_sizing
-from workbench.cli_options import Json, Model, answer
+from workbench import cli_bench, cli_kernels, cli_sizing, cli_spec, cli_trace
+from workbench.cli_options import (
+    Device,
+    Json,
+    Model,
+    Precision,
+    Prompt,
+    PromptFile,
+    answer,
+    fail,
+    load_model,
+    progress_bar,
+    read_prompt,
+)
+from workbench.cli_train import train_app
 from workbench.errors import WorkbenchError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from workbench.model.beam import Beam
-    from workbench.model.sampling import Sampling
-
-
-class Dtype(StrEnum):
-    """What weights and activations are computed in; routers are float32 always."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 class Group(TyperGroup):
@@ -71,14 +72,14 @@ def _report(error: BaseException) -> int | None:
         _discard_output()
         return 141
     if isinstance(error, KeyboardInterrupt) or _interrupted:
-        _fail("interrupted")
+        fail("interrupted")
         return 130
     sentence = _sentence(error)
     if sentence is None:
         return None
     if isinstance(error, OSError):
         _discard_output()
-    _fail(sentence)
+    fail(sentence)
     return 1
 
 
@@ -110,13 +111,6 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _fail(message: str) -> None:
-    from workbench.terminal import printable
-
-    with suppress(OSError):  # nobody is left to be told
-        print(f"workbench: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
-
-
 app = typer.Typer(
     name="workbench",
     cls=Group,
@@ -127,29 +121,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its panels cut the names of options at 80 columns
 )
-train_app = typer.Typer(help="Train a model.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(train_app, name="train")
 app.add_typer(cli_kernels.kernels_app, name="kernels")
+app.add_typer(cli_trace.trace_app, name="trace")
+app.add_typer(cli_bench.bench_app, name="bench")
 app.command()(cli_sizing.kv)
 app.command()(cli_sizing.plan)
-
-Prompt = Annotated[str | None, typer.Option(help="The text to go on from.", metavar="TEXT")]
-PromptFile = Annotated[
-    str | None,
-    typer.Option(help="A UTF-8 file to go on from, exactly; - is stdin.", metavar="FILE"),
-]
-NewTokens = Annotated[int, typer.Option(help="Most tokens to decode.", metavar="N")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", metavar="T")]
-TopP = Annotated[float, typer.Option(help="Probability mass to keep, up to 1.", metavar="P")]
-Seed = Annotated[int, typer.Option(help="Seed of the sampling.", metavar="S")]
-Precision = Annotated[
-    Dtype | None,
-    typer.Option(help="Default: float32 on a CPU, bfloat16 elsewhere."),
-]
-# Named explicitly: a metavar that is the name in capitals would become the option's own name.
-Device = Annotated[
-    str | None, typer.Option("--device", help="cpu (the default) or cuda.", metavar="DEVICE")
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -178,57 +155,8 @@ def info(model: Model, json: Json = False) -> None:
     info_page(description, out())
 
 
-@app.command()
-def generate(
-    model: Model,
-    prompt: Prompt = None,
-    prompt_file: PromptFile = None,
-    max_new_tokens: NewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    dtype: Precision = None,
-    device: Device = None,
-    no_draft: Annotated[
-        bool,
-        typer.Option(
-            "--no-draft",
-            help="Decode without a drafter. No drafter is bundled yet, so this is what runs "
-            "in any case.",
-        ),
-    ] = False,
-    json: Json = False,
-) -> None:
-    """Go on from a prompt. The text streams to stdout, figures go to stderr."""
-    text = _prompt(prompt, prompt_file)
-    from workbench.model.generate import stream
-    from workbench.terminal import note, printable, speed
-
-    sampling = _sampling(temperature, top_p, seed)
-    beam = _load(model, dtype, device)
-    if no_draft:
-        note("workbench: decoding without a drafter (none is bundled yet)")
-    tokens = stream(beam, text, max_new_tokens=max_new_tokens, sampling=sampling)
-    terminal = sys.stdout.isatty()
-    written = ""
-    if terminal and not json:
-        print(f"\x1b[2m{printable(text)}\x1b[22m", end="", flush=True)
-    for token in tokens:
-        if not json and token.text:
-            written = token.text
-            print(printable(written) if terminal else written, end="", flush=True)
-    result = tokens.generations[0]
-    if json:
-        # Plain decoding: every decode step gives exactly one token and nothing is drafted.
-        plain = {"acceptance_length": 1.0, "per_position_acceptance": []}
-        answer({"model": beam.name} | result.to_dict() | plain)
-        return
-    if not written.endswith("\n"):
-        print(flush=True)
-    note(
-        f"{result.new_tokens} tokens after {result.prompt_tokens} of prompt, ended by "
-        f"{result.finish}; {speed(result.tokens_per_second)} (decode, measured here)"
-    )
+app.command()(cli_spec.generate)
+app.command()(cli_spec.demo)
 
 
 @app.command()
@@ -249,8 +177,8 @@ def logits(
     json: Json = False,
 ) -> None:
     """Logits at every position of a prompt, and the token each position favours."""
-    text = _prompt(prompt, prompt_file)
-    beam = _load(model, dtype, device)
+    text = read_prompt(prompt, prompt_file)
+    beam = load_model(model, dtype, device)
     import torch
 
     from workbench.model.prompts import prompt_ids
@@ -306,11 +234,11 @@ def evaluate(
     for path in files:  # before the model is loaded
         if not path.is_file():
             raise WorkbenchError(f"{path} is not a file; give --file a UTF-8 text file")
-    beam = _load(model, dtype, device)
+    beam = load_model(model, dtype, device)
     from workbench.training.evaluate import bits_per_byte, read_texts
 
     size = sum(path.stat().st_size for path in files)
-    with _progress("scoring", size) as bar:
+    with progress_bar("scoring", size) as bar:
         result = bits_per_byte(
             beam,
             read_texts(files),
@@ -323,78 +251,6 @@ def evaluate(
         f"{result['bits_per_byte']:.4f} bits per byte over {result['bytes']:,} bytes "
         f"({result['tokens']:,} tokens) in {len(files)} file{'s' * (len(files) != 1)}"
     )
-
-
-@train_app.callback()
-def _train() -> None:
-    """Keeps ``model`` a word of its own: ``workbench train model``."""
-
-
-@train_app.command("model")
-def train_model(
-    config: Annotated[
-        str,
-        typer.Option(help="Training configuration (TOML), or the name of one that is bundled."),
-    ],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the saved state.")] = False,
-    json: Json = False,
-) -> None:
-    """Train a model as a configuration says; Ctrl-C saves the state for --resume."""
-    from workbench.training.pretrain import run
-
-    with _progress("training", None) as bar:
-
-        def show(step: int, steps: int, loss: float, tokens_per_second: float) -> None:
-            bar.update(
-                bar.task_ids[0],
-                total=steps,
-                completed=step,
-                description=f"training  loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s",
-            )
-
-        try:
-            result = run(config, resume=resume, progress=show)
-        except KeyboardInterrupt:
-            bar.stop()
-            _fail("interrupted; go on from the last saved state with --resume")
-            raise typer.Exit(130) from None
-    if json:
-        answer(result)
-        return
-    from workbench.terminal import sparkline
-
-    losses = [loss for _, loss in result.get("losses", [])]
-    if losses:
-        print(f"loss  {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f} nats a token")
-    bits = result["bits_per_byte"]
-    held_out = "not evaluated" if bits is None else f"{bits:.4f} bits per byte on held-out code"
-    print(f"{result['steps']:,} steps in {result['seconds']:,.0f} s; {held_out}")
-    print(f"checkpoint: {result['checkpoint']}")
-
-
-@app.command()
-def demo(
-    model: Model = "beam-tiny",
-    prompt: Prompt = None,
-    prompt_file: PromptFile = None,
-    max_new_tokens: NewTokens = 400,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 0.95,
-    seed: Seed = 0,
-    dtype: Precision = None,
-    device: Device = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON lines, one a token.")] = False,
-) -> None:
-    """Watch a model write, each token coloured by its probability. Ctrl-C stops."""
-    given = None if prompt is None and prompt_file is None else _prompt(prompt, prompt_file)
-    from workbench.demo import DEFAULT_PROMPT, run_json, run_terminal
-    from workbench.model.generate import stream
-
-    text = DEFAULT_PROMPT if given is None else given
-    sampling = _sampling(temperature, top_p, seed)
-    beam = _load(model, dtype, device)
-    tokens = stream(beam, text, max_new_tokens=max_new_tokens, sampling=sampling)
-    (run_json if json else run_terminal)(tokens, text)
 
 
 @app.command()
@@ -410,7 +266,7 @@ def doctor(json: Json = False) -> None:
 
         doctor_page(diagnosis, out())
     if not diagnosis.ok:
-        _fail(f"the bundled model does not run here: {diagnosis.runs[0].reason}")
+        fail(f"the bundled model does not run here: {diagnosis.runs[0].reason}")
         raise typer.Exit(1)
 
 
@@ -444,56 +300,10 @@ def lab(
 # -- shared ---------------------------------------------------------------------------------------
 
 
-def _prompt(prompt: str | None, prompt_file: str | None) -> str:
-    if (prompt is None) == (prompt_file is None):
-        raise typer.BadParameter("give either --prompt or --prompt-file")
-    if prompt is not None:
-        return prompt
-    from workbench.files import read_text
-
-    return read_text(str(prompt_file))
-
-
-def _sampling(temperature: float, top_p: float, seed: int) -> Sampling:
-    from workbench.model.sampling import Sampling
-
-    return Sampling(temperature=temperature, top_p=top_p, seed=seed)
-
-
-def _load(model: str, dtype: Dtype | None, device: str | None) -> Beam:
-    import torch
-
-    from workbench.model.checkpoint import load
-
-    if device is not None and device.partition(":")[0] == "meta":
-        raise WorkbenchError(f"device '{device}' has no weights to compute with; use cpu or cuda")
-    return load(model, device=device, dtype=None if dtype is None else getattr(torch, dtype.value))
-
-
 def _labels(beam: Beam, token_ids: list[int]) -> list[str]:
     from workbench.model.capture import token_label
 
     return [token_label(beam, i) for i in token_ids]
-
-
-def _progress(what: str, total: int | None) -> Progress:
-    """A bar on stderr with one task; none where stderr is not a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        Remaining(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
-    bar.add_task(what, total=total)
-    return bar
 
 
 def main() -> None:
@@ -527,7 +337,7 @@ def _open_streams() -> None:
         if hasattr(output, "reconfigure"):
             output.reconfigure(errors="backslashreplace")
     if closed:
-        _fail("standard output is closed, so there is nowhere to answer; redirect it to a file")
+        fail("standard output is closed, so there is nowhere to answer; redirect it to a file")
         sys.exit(1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
@@ -30,10 +31,10 @@ class Cache:
     """A cache of files."""
 
     def __init__(self, '''
-_REDRAW_SECONDS = 0.1
+REDRAW_SECONDS = 0.1
 
 
-def run_terminal(tokens: TokenStream, prompt: str) -> None:
+def run_terminal(tokens: TokenStream, prompt: str, why_no_drafts: str) -> None:
     """Write tokens to stdout as they come, in colours and with a status line on a terminal.
 
     Finished lines scroll up; the line being written and the status below it are redrawn a few times
@@ -41,11 +42,11 @@ def run_terminal(tokens: TokenStream, prompt: str) -> None:
     """
     console = Page(highlight=False)
     if not console.is_terminal:
-        _run_plain(tokens, prompt)
+        _run_plain(tokens, prompt, why_no_drafts)
         return
     console.print(probability_legend())
     console.print()
-    page = _Page(console, tokens)
+    page = Written(console, lambda: [_status(tokens)])
     page.add(printable(prompt), "dim")
     stopped = False
     # Redrawn from this loop, not by a thread of Live's: that would race with the text it draws.
@@ -54,18 +55,18 @@ def run_terminal(tokens: TokenStream, prompt: str) -> None:
             drawn = 0.0
             for token in tokens:
                 page.add(printable(token.text), probability_style(math.exp(token.logprob)))
-                if monotonic() - drawn >= _REDRAW_SECONDS:
-                    live.refresh()
+                if monotonic() - drawn >= REDRAW_SECONDS:
+                    page.draw(live)
                     drawn = monotonic()
         except KeyboardInterrupt:
             stopped = True
             tokens.close()
         page.done = True
-        live.refresh()
-    console.print(Text(_summary(tokens, stopped), style="dim"))
+        page.draw(live)
+    console.print(Text(_summary(tokens, stopped, why_no_drafts), style="dim"))
 
 
-def _run_plain(tokens: TokenStream, prompt: str) -> None:
+def _run_plain(tokens: TokenStream, prompt: str, why_no_drafts: str) -> None:
     stopped = False
     print(prompt, end="", flush=True)
     try:
@@ -75,7 +76,7 @@ def _run_plain(tokens: TokenStream, prompt: str) -> None:
         stopped = True
         tokens.close()
     print(flush=True)
-    note(_summary(tokens, stopped))
+    note(_summary(tokens, stopped, why_no_drafts))
 
 
 def run_json(tokens: TokenStream, prompt: str) -> None:
@@ -85,6 +86,7 @@ def run_json(tokens: TokenStream, prompt: str) -> None:
         {
             "type": "start",
             "model": tokens.beam.name,
+            "drafter": None,
             "prompt": prompt,
             "prompt_tokens": tokens.context_used[0],
             "context": limit,
@@ -120,52 +122,74 @@ def _used(tokens: TokenStream) -> int:
     return tokens.context_used[0]
 
 
-def _summary(tokens: TokenStream, stopped: bool) -> str:
+def _summary(tokens: TokenStream, stopped: bool, why_no_drafts: str) -> str:
     result, limit = tokens.generations[0], tokens.beam.config.max_position_embeddings
     why = "stopped" if stopped else f"ended by {result.finish}"
     return (
         f"{result.new_tokens} tokens, {why}; {speed(result.tokens_per_second)} (decode, measured "
-        f"here); context {_used(tokens)} of {limit}"
+        f"here), {why_no_drafts}; context {_used(tokens)} of {limit}"
     )
 
 
-class _Page:
-    """The line being written; whole lines are handed to the console above it."""
+def _status(tokens: TokenStream) -> Text:
+    limit = tokens.beam.config.max_position_embeddings
+    return Text.assemble(
+        (f"{speed(tokens.tokens_per_second):>16}", "bold"),
+        "   context ",
+        *context_bar(_used(tokens), limit),
+        "   Ctrl-C stops",
+    )
 
-    def __init__(self, console: Console, tokens: TokenStream) -> None:
-        self.console, self.tokens = console, tokens
+
+def context_bar(used: int, limit: int) -> tuple[tuple[str, str], tuple[str, str], str]:
+    """How full the context is, for :meth:`rich.text.Text.assemble`."""
+    filled = round(20 * used / limit)
+    return ("━" * filled, "#7D63D9"), ("━" * (20 - filled), "dim"), f" {used} of {limit}"
+
+
+class Written:
+    """The line being written; whole lines are handed to the console above it.
+
+    ``status`` gives the lines that are drawn below it.
+    """
+
+    def __init__(self, console: Console, status: Callable[[], list[Text]]) -> None:
+        self.console, self.status = console, status
         self.line = Text(overflow="fold")
         self.done = False
+        self._whole: list[tuple[Text, bool]] = []  # not drawn yet; whether it fills the width
 
-    def add(self, text: str, style: str) -> None:
-        """Append a piece; what is complete leaves the redrawn region for good."""
+    def add(self, text: str, style: str, newline: str = "") -> None:
+        """Append a piece.
+
+        ``newline`` is shown at each line end of the piece, in its style.
+        """
         first, *rest = text.expandtabs(4).split("\n")
         self.line.append(first, style)
         for piece in rest:
-            self._commit()
+            self.line.append(newline, style)
+            self._whole.append((self.line, False))
+            self.line = Text(overflow="fold")
             self.line.append(piece, style)
         # A line longer than the screen is wide would make the redrawn region grow without end.
         while cell_len(self.line.plain) > self.console.width:
             head, self.line = self.line.divide([self.console.width])
-            self.console.print(head, no_wrap=True, overflow="ignore", crop=False)
+            self._whole.append((head, True))
 
-    def _commit(self) -> None:
-        self.console.print(self.line, overflow="fold")
-        self.line = Text(overflow="fold")
+    def draw(self, live: Live) -> None:
+        """Hand what is complete over for good, and redraw the rest.
+
+        Both at once: what is printed alone would stand above the region as it was last drawn.
+        """
+        whole, self._whole = self._whole, []
+        for line, full in whole:
+            if full:
+                self.console.print(line, no_wrap=True, overflow="ignore", crop=False)
+            else:
+                self.console.print(line, overflow="fold")
+        live.refresh()
 
     def render(self) -> Group | Text:
         """The unfinished line, and below it the figures of this moment."""
         line = self.line.copy()
-        if self.done:
-            return line
-        limit = self.tokens.beam.config.max_position_embeddings
-        used = _used(self.tokens)
-        filled = round(20 * used / limit)
-        status = Text.assemble(
-            (f"{speed(self.tokens.tokens_per_second):>16}", "bold"),
-            "   context ",
-            ("━" * filled, "#7D63D9"),
-            ("━" * (20 - filled), "dim"),
-            f" {used} of {limit}   Ctrl-C stops",
-        )
-        return Group(line, Text(), status)
+        return line if self.done else Group(line, Text(), *self.status())

@@ -96,7 +96,13 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Look at everything; runs the tiny model for half a second."""
     here = machine()
-    checks = (*model_checks(here), *lab_checks(), chromium_check(), vllm_check())
+    checks = (
+        *model_checks(here),
+        drafter_check(),
+        *lab_checks(),
+        chromium_check(),
+        vllm_check(),
+    )
     runs = (tiny_model(here), one_rank(here), whole_model(here))
     return Diagnosis(machine=here, runs=runs, checks=checks)
 
@@ -229,6 +235,28 @@ def torch_check(here: Machine) -> Check:
         f"{build} of torch finds none of {len(here.driver_gpus)} × {here.driver_gpus[0]}",
         "unset CUDA_VISIBLE_DEVICES if it is set; else update the NVIDIA driver",
     )
+
+
+def drafter_check(model: str = "beam-tiny") -> Check:
+    """Whether the bundled model has a drafter, and whether that loads."""
+    from workbench.model.presets import bundled_drafter
+
+    def check(ok: bool, found: str, remedy: str | None = None) -> Check:
+        return Check(name=f"drafter of {model}", purpose="model", ok=ok, found=found, remedy=remedy)
+
+    if bundled_drafter(model) is None:
+        return check(True, "none is bundled: decoding runs without one")
+    try:
+        from workbench.model.checkpoint import load
+        from workbench.spec.drafter_checkpoint import load_drafter
+
+        drafter = load_drafter(load(model))
+    except (ImportError, OSError, WorkbenchError) as error:
+        reason = str(error) or type(error).__name__
+        return check(
+            False, f"does not load: {reason}", "install the workbench again, or use --no-draft"
+        )
+    return check(True, f"{drafter.name} is bundled and loads, {drafter.block - 1} drafts a step")
 
 
 def lab_checks() -> list[Check]:

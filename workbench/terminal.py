@@ -109,10 +109,15 @@ def probability_legend() -> Text:
 def info_page(info: ModelInfo, console: Console) -> None:
     """The page of ``workbench info``."""
     from workbench.model.info import MARKS, billions, field_text
+    from workbench.model.presets import bundled_drafter, drafter_of
 
     console.print(Text(printable(info.name), style="bold"))
     console.print(info.headline)
     console.print(info.layer_summary)
+    drafter = drafter_of(info.name)
+    if drafter is not None:
+        here = "bundled" if bundled_drafter(info.name) is not None else "known by its shape only"
+        console.print(f"drafter {drafter}, {here}")
     console.print()
     marks = {"attention": Text(), "mlp": Text()}
     for layer in info.layers:
