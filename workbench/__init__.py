@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from workbench.model.tokenizer import Tokenizer as Tokenizer
     from workbench.model.weights import size_weights as size_weights
     from workbench.serving.reconcile import reconcile as reconcile
+    from workbench.spec.decode import decode as decode
+    from workbench.spec.drafter_checkpoint import load_drafter as load_drafter
+    from workbench.spec.drafter_checkpoint import save_drafter as save_drafter
+    from workbench.spec.metrics import Tally as Tally
+    from workbench.spec.trace import Trace as Trace
 
 __version__ = "0.1.0"
 
@@ -39,21 +44,26 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "BeamConfig": "workbench.model.config",
     "Sampling": "workbench.model.sampling",
+    "Tally": "workbench.spec.metrics",
     "Tokenizer": "workbench.model.tokenizer",
+    "Trace": "workbench.spec.trace",
     "WorkbenchError": "workbench.errors",
     "capture": "workbench.model.inspect",
     "compare_kernels": "workbench.model.swap:compare",
+    "decode": "workbench.spec.decode",
     "generate": "workbench.model.generate",
     "info": "workbench.model.info",
     "kernels": "workbench.kernels",
     "intervene": "workbench.model.inspect",
     "load": "workbench.model.checkpoint",
+    "load_drafter": "workbench.spec.drafter_checkpoint",
     "logit_lens": "workbench.model.inspect",
     "machine": "workbench.hardware",
     "make_plan": "workbench.model.plan",
     "reconcile": "workbench.serving.reconcile",
     "resolve": "workbench.model.presets",
     "save": "workbench.model.checkpoint",
+    "save_drafter": "workbench.spec.drafter_checkpoint",
     "size_kv": "workbench.model.sizing",
     "size_weights": "workbench.model.weights",
     "stream": "workbench.model.generate",

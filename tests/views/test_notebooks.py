@@ -19,7 +19,12 @@ NOT_COMPARED = (
     "views.size_memory(",
     "views.switchboard(",
     "views.swap_comparison(",  # has times
+    "views.drafting(",
+    "views.speculative_speed(",
+    "views.sweep_figure(",
     "views.kernel_variants(",  # what runs depends on compilers and GPUs
+    "read_corpus(",  # of sources, which change
+    "fresh",  # a drafter trained there: other weights on every machine
 )
 KERNEL = "from workbench.kernels import register"  # a cell that is handed to a process of its own
 

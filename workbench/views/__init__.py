@@ -1,9 +1,10 @@
 """Views: values in, figures out. Every view is a picture, a text and, where it helps, a page.
 
 Each function takes a value that ``workbench.info``, ``workbench.capture`` and their like return,
-and gives a :class:`View`; :func:`live` and :func:`explore` give dashboards bound to a model,
-:func:`switchboard` one that swaps its kernels, :func:`size_memory` one that needs a model's shape
-only. The modules are imported when first used: plotly and ipywidgets cost nothing before.
+and gives a :class:`View`; :func:`live`, :func:`explore` and :func:`drafting` give dashboards bound
+to a model, :func:`switchboard` one that swaps its kernels, :func:`size_memory` and
+:func:`drafting_replay` such that need no weights. The modules are imported when first used: plotly
+and ipywidgets cost nothing before.
 """
 
 from __future__ import annotations
@@ -15,9 +16,17 @@ from typing import TYPE_CHECKING, Any
 _PUBLIC = {
     "View": "view",
     "ablation_effect": "experts",
+    "acceptance_by": "spec_groups",
+    "acceptance_curves": "spec_curves",
+    "acceptance_histogram": "spec_curves",
+    "acceptance_running": "spec_curves",
     "active_curve": "weights",
     "attention_maps": "attention",
+    "block_strip": "spec_blocks",
+    "compare_runs": "spec_runs",
     "compiled_kernels": "kernel_pages",
+    "drafting": "drafting_board",
+    "drafting_replay": "drafting_trace",
     "experts_touched": "touched",
     "explore": "explorer",
     "kernel_fractions": "kernel_rates",
@@ -39,14 +48,22 @@ _PUBLIC = {
     "reconciliation": "startup",
     "residual_scale": "residual",
     "router_load": "experts",
+    "selector_lengths": "spec_groups",
     "size_memory": "kv_dashboard",
+    "speculative_speed": "spec_speed",
     "step_breakdown": "steps",
     "step_comparisons": "model_check",
     "swap_comparison": "kernel_swap",
+    "sweep_figure": "spec_speed",
     "switchboard": "kernel_switchboard",
     "this_machine": "machine",
+    "training_blocks": "drafter_training",
+    "training_curve": "drafter_training",
+    "training_mask": "drafter_training",
+    "watch_training": "drafter_training",
     "weight_bars": "weights",
     "written": "tokens",
+    "written_with_drafts": "spec_text",
 }
 
 __all__ = [*_PUBLIC]
@@ -67,6 +84,12 @@ def __dir__() -> list[str]:
 # "as" marks them as public for type checkers.
 if TYPE_CHECKING:
     from workbench.views.attention import attention_maps as attention_maps
+    from workbench.views.drafter_training import training_blocks as training_blocks
+    from workbench.views.drafter_training import training_curve as training_curve
+    from workbench.views.drafter_training import training_mask as training_mask
+    from workbench.views.drafter_training import watch_training as watch_training
+    from workbench.views.drafting_board import drafting as drafting
+    from workbench.views.drafting_trace import drafting_replay as drafting_replay
     from workbench.views.experts import ablation_effect as ablation_effect
     from workbench.views.experts import router_load as router_load
     from workbench.views.explorer import explore as explore
@@ -93,6 +116,16 @@ if TYPE_CHECKING:
     from workbench.views.parameters import parameter_treemap as parameter_treemap
     from workbench.views.positions import position_reach as position_reach
     from workbench.views.residual import residual_scale as residual_scale
+    from workbench.views.spec_blocks import block_strip as block_strip
+    from workbench.views.spec_curves import acceptance_curves as acceptance_curves
+    from workbench.views.spec_curves import acceptance_histogram as acceptance_histogram
+    from workbench.views.spec_curves import acceptance_running as acceptance_running
+    from workbench.views.spec_groups import acceptance_by as acceptance_by
+    from workbench.views.spec_groups import selector_lengths as selector_lengths
+    from workbench.views.spec_runs import compare_runs as compare_runs
+    from workbench.views.spec_speed import speculative_speed as speculative_speed
+    from workbench.views.spec_speed import sweep_figure as sweep_figure
+    from workbench.views.spec_text import written_with_drafts as written_with_drafts
     from workbench.views.startup import reconciliation as reconciliation
     from workbench.views.steps import step_breakdown as step_breakdown
     from workbench.views.tokens import written as written
