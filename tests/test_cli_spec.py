@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +21,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from spec.cycle import CYCLE_TEXT, DRAFTS, accepted_runs, bundle, make, written
+from spec.cycle import CYCLE_TEXT, DRAFTS, accepted_runs, bundle, cycle_ids, make, written
 from workbench import terminal_spec
 from workbench.cli import app
 from workbench.model import presets
@@ -150,6 +152,38 @@ def test_generate_says_what_drafting_did(drafted: list[str]) -> None:
     assert f"acceptance length {LENGTH:.2f} over {len(RUNS)} blocks" in result.stderr
     assert f"{sum(RUNS)} drafts accepted" in result.stderr
     assert re.search(r"[\d,]+ tokens/s \(decode, measured here\)", result.stderr)
+
+
+@pytest.fixture(scope="session")
+def misled(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """MODEL and a --drafter that is wrong behind every token: it proposes the one after next."""
+    target, drafter = folders
+    folder = tmp_path_factory.mktemp("misled") / "drafter"
+    shutil.copytree(drafter, folder)
+    tensors = load_file(folder / "model.safetensors")
+    book = tensors["candidate_selector.predecessor_codebook"]
+    book[:, : len(CYCLE_TEXT)] = 0
+    for number, token in enumerate(cycle_ids()):
+        book[token, (number + 2) % len(CYCLE_TEXT)] = 1
+    save_file(tensors, folder / "model.safetensors")
+    return [target, "--drafter", str(folder)]
+
+
+@pytest.mark.parametrize("command", ["generate", "trace record", "bench speculative"])
+def test_acceptance_of_nothing_is_not_silent(
+    command: str, misled: list[str], drafted: list[str], tmp_path: Path
+) -> None:
+    """Output is right then, and only slower: nobody would notice."""
+    more = ["--out", str(tmp_path / "t.jsonl")] if command == "trace record" else []
+    more += ["--rounds", "1"] if command == "bench speculative" else []
+    result = run(*command.split(), *misled, *GENERATE, *more, "--json")
+    assert json.loads(result.stdout)["acceptance_length"] == 1
+    assert "workbench: the target accepted 0 of " in result.stderr
+    assert "mask_token_id" in result.stderr
+    if command == "generate":
+        assert "the target accepted" not in run("generate", *drafted, *GENERATE).stderr
+        hot = run("generate", *misled, *GENERATE, "--temperature", "5")
+        assert "the target accepted" not in hot.stderr, "where drafts may well be refused"
 
 
 def test_a_model_without_a_drafter_decodes_and_says_so(folders: tuple[str, str]) -> None:
@@ -560,7 +594,32 @@ def test_train_drafter_passes_its_options_and_prints_the_record(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(distil, "run", interrupted)
-    assert "--resume" in run("train", "drafter", "--config", "mine.toml", code=130).stderr
+    told = run("train", "drafter", "--config", "mine.toml", code=130).stderr
+    assert "nothing is saved yet, so start again without --resume" in told
+
+
+@pytest.mark.parametrize("kind", ["model", "drafter"])
+def test_ctrl_c_in_training_says_whether_it_can_go_on(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first save --resume would be refused."""
+    from workbench.training import distil, pretrain
+    from workbench.training.settings import CONFIGS, bundled_settings
+
+    def interrupted(*_: Any, **__: Any) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    for module in (distil, pretrain):
+        monkeypatch.setattr(module, "run", interrupted)
+    state = tmp_path / "state"
+    text = (CONFIGS / f"{bundled_settings(kind)[0]}.toml").read_text("utf-8")
+    config = tmp_path / "mine.toml"
+    config.write_text(re.sub(r"(?m)^state = .*$", f'state = "{state}"', text), "utf-8")
+    arguments = ["train", kind, "--config", str(config)]
+    assert "start again without --resume" in run(*arguments, code=130).stderr
+    (state / "step-7").mkdir(parents=True)
+    told = run(*arguments, code=130).stderr
+    assert told == "workbench: interrupted; go on from the last saved state with --resume\n"
 
 
 # -- wrong values and wrong usage -----------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from workbench.cli_drafting import DrafterFolder, SpeculativeTokens
+from workbench.cli_drafting import DrafterFolder, SpeculativeTokens, doubt
 from workbench.cli_options import Device, Json, Model, NewTokens, Precision, answer, load_model
 from workbench.cli_trace import PromptCount, PromptFiles, PromptTexts, PromptTokens
 
@@ -55,6 +55,7 @@ def speculative(
     from workbench.spec.bench import bench
     from workbench.spec.bench_prompts import PROMPTS
     from workbench.spec.drafter_checkpoint import load_drafter
+    from workbench.terminal import note
     from workbench.terminal_kernels import Progress
 
     drafts = load_drafter(beam, drafter)
@@ -71,6 +72,8 @@ def speculative(
         )
     document = result.to_dict()
     write_document(out, document)
+    if (said := doubt(result.acceptance, 0.0)) is not None:
+        note(f"workbench: {said}")
     if json:
         answer(document)
     else:

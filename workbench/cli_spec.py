@@ -16,6 +16,7 @@ from workbench.cli_drafting import (
     Overwrite,
     Proposals,
     SpeculativeTokens,
+    doubt,
     trace_of,
 )
 from workbench.cli_options import (
@@ -101,6 +102,8 @@ def generate(
                 written = new
                 print(printable(new) if terminal else new, end="", flush=True)
     result, acceptance = decoding.generations[0], tally.acceptance()
+    if (said := doubt(acceptance, temperature)) is not None:
+        note(f"workbench: {said}")
     if json:
         answer(
             {"model": beam.name, "drafter": _name(decoding)}

@@ -15,6 +15,7 @@ from workbench.cli_drafting import (
     Overwrite,
     Proposals,
     SpeculativeTokens,
+    doubt,
     trace_of,
 )
 from workbench.cli_options import (
@@ -231,7 +232,7 @@ def record(
             ids,
             sampling,
             max_new_tokens=max_new_tokens,
-            slots=concurrency,
+            slots=min(concurrency, len(ids)),
             detail=True,
         )
         interrupted, done = False, 0
@@ -290,6 +291,8 @@ def _told(out: Path, interrupted: bool, json: bool) -> None:
     from workbench.terminal import note, printable
 
     trace = _read(out)
+    if (said := doubt(trace.acceptance(), trace.header["sampling"]["temperature"])) is not None:
+        note(f"workbench: {said}")
     if json:
         answer(trace_figures(trace) | {"file": str(out), "interrupted": interrupted})
     else:

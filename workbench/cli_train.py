@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
 from workbench.cli_options import Json, answer, fail, progress_bar
+from workbench.errors import WorkbenchError
 
 train_app = typer.Typer(
     help="Train a model or a drafter.", no_args_is_help=True, rich_markup_mode=None
@@ -24,8 +26,9 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the saved sta
 def train_model(config: Config, resume: Resume = False, json: Json = False) -> None:
     """Train a model as a configuration says; Ctrl-C saves the state for --resume."""
     from workbench.training.pretrain import run
+    from workbench.training.settings import read_settings
 
-    result = _run(run, config, resume)
+    result = _run(run, read_settings, config, resume)
     if json:
         answer(result)
         return
@@ -38,8 +41,9 @@ def train_model(config: Config, resume: Resume = False, json: Json = False) -> N
 def train_drafter(config: Config, resume: Resume = False, json: Json = False) -> None:
     """Distil a drafter from its target as a configuration says; Ctrl-C saves for --resume."""
     from workbench.training.distil import run
+    from workbench.training.distil_settings import read_distil_settings
 
-    result = _run(run, config, resume)
+    result = _run(run, read_distil_settings, config, resume)
     if json:
         answer(result)
         return
@@ -50,7 +54,9 @@ def train_drafter(config: Config, resume: Resume = False, json: Json = False) ->
     _page(result, held_out)
 
 
-def _run(run: Callable[..., dict[str, Any]], config: str, resume: bool) -> dict[str, Any]:
+def _run(
+    run: Callable[..., dict[str, Any]], read: Callable[[str], Any], config: str, resume: bool
+) -> dict[str, Any]:
     with progress_bar("training", None) as bar:
 
         def show(step: int, steps: int, loss: float, per_second: float) -> None:
@@ -65,8 +71,17 @@ def _run(run: Callable[..., dict[str, Any]], config: str, resume: bool) -> dict[
             return run(config, resume=resume, progress=show)
         except KeyboardInterrupt:
             bar.stop()
-            fail("interrupted; go on from the last saved state with --resume")
+            fail(f"interrupted; {_how_to_go_on(read, config)}")
             raise typer.Exit(130) from None
+
+
+def _how_to_go_on(read: Callable[[str], Any], config: str) -> str:
+    from workbench.training.state import saved_states
+
+    with suppress(WorkbenchError):  # a configuration that cannot be read has no state, either
+        if saved_states(read(config).state):
+            return "go on from the last saved state with --resume"
+    return "nothing is saved yet, so start again without --resume"
 
 
 def _page(result: dict[str, Any], held_out: str) -> None:

@@ -82,7 +82,9 @@ class _Run:
     def status(self) -> list[Text]:
         """The lines under the text."""
         length = self.tally.acceptance().length_pooled
-        first = Text.assemble((f"{speed(self.result.tokens_per_second):>16}", "bold"))
+        rate = self.result.tokens_per_second
+        said = "not timed yet" if math.isnan(rate) else speed(rate)
+        first = Text.assemble((f"{said:>16}", "bold"))
         if length is not None:
             first.append(f"   acceptance length {length:.2f}")
         if self.draft_ms is not None and self.verify_ms is not None:

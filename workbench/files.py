@@ -37,6 +37,11 @@ def expand(path: str | os.PathLike[str]) -> Path:
         ) from error
 
 
+def is_folder(path: Path) -> bool:
+    """Whether the folder is there; false for a name that no file system can hold, too."""
+    return os.path.isdir(path)  # Path.is_dir raises for a name that is too long
+
+
 def write_whole(path: str | Path, data: bytes) -> None:
     """Write ``data`` to ``path``, or leave what is there as it is.
 

@@ -138,10 +138,10 @@ def step_lines(steps: Sequence[Step], tokenizer: Tokenizer | None, width: int) -
     """A line for each request of each step: block, milliseconds, tokens with their signs."""
     lines = [
         Text(f"{'step':>6} {'request':>7} {'position':>8}  {'block':<{width}}  "
-             f"{'draft':>7} {'verify':>7}  tokens", "bold")
+             f"{'draft ms':>8} {'verify ms':>9}  tokens", "bold")
     ]  # fmt: skip
     for step in steps:
-        times = f"{1e3 * step.draft_seconds:>7.2f} {1e3 * step.verify_seconds:>7.2f}"
+        times = f"{1e3 * step.draft_seconds:>8.2f} {1e3 * step.verify_seconds:>9.2f}"
         for part in step.requests:
             line = Text(f"{step.index:>6} {part.request:>7} {part.position:>8}  ")
             line.append(block_signs(len(part.drafted), part.admitted, part.accepted, width))

@@ -8,7 +8,8 @@ import pytest
 
 from workbench.errors import ConfigError, ModelNotFoundError
 from workbench.model.config import BeamConfig, Source
-from workbench.model.presets import beam_501b, known_models, resolve
+from workbench.model.drafter_config import DFlash2Config
+from workbench.model.presets import beam_501b, known_models, resolve, resolve_drafter
 from workbench.model.tensors import (
     active_parameters,
     parameters_by_part,
@@ -291,3 +292,28 @@ def test_resolve_names_folders_and_nothing_else(tmp_path: Path) -> None:
     assert resolved.sources["rms_norm_eps"].kind == "engine"
     with pytest.raises(ModelNotFoundError, match=r"unknown model 'beam-9000'.*beam-501b"):
         resolve("beam-9000")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_sliding_window": False}, "use_sliding_window must be true"),
+        ({"dflash_config": {"causal": True}}, "causal in dflash_config must be false"),
+        ({"dflash_config": {"selector_top_k": 257}}, "selector_top_k must be at most 256"),
+        ({"rms_norm_eps": 2**64}, "rms_norm_eps must be a positive number"),
+        ({"dflash_config": {"final_logit_softcapping": 10**20}}, "final_logit_softcapping"),
+    ],
+)
+def test_a_drafter_that_the_engine_reads_otherwise_is_refused(
+    changes: dict[str, Any], words: str
+) -> None:
+    data = resolve_drafter("beam-501b-dflash2").config.to_dict()
+    nested = data["dflash_config"] | changes.get("dflash_config", {})
+    with pytest.raises(ConfigError, match=words):
+        DFlash2Config.from_dict(data | changes | {"dflash_config": nested})
+
+
+def test_a_name_no_file_system_can_hold_is_an_unknown_model() -> None:
+    for look_up in (resolve, resolve_drafter):
+        with pytest.raises(ModelNotFoundError, match="unknown"):
+            look_up("x" * 5000)

@@ -318,7 +318,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(target: Beam, drafter
     ("changes", "error", "words"),
     [
         ({"speculative_tokens": 0}, DraftError, "speculative_tokens must be a whole number"),
-        ({"speculative_tokens": 64}, DraftError, "from 0 to 63"),
+        ({"speculative_tokens": 64}, DraftError, "from 1 to 63"),
         ({"speculative_tokens": 2.5}, DraftError, "speculative_tokens"),
         ({"max_new_tokens": 0}, PromptError, "max_new_tokens"),
         ({"slots": 0}, DraftError, "slots"),

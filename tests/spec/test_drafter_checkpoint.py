@@ -216,6 +216,16 @@ def test_a_config_that_does_not_fit_is_refused_by_its_field(
         load_drafter(drafting("grouped").drafter.target, folder)
 
 
+def test_a_shape_beyond_any_machine_is_refused_before_it_is_made(
+    drafting: Get, folder: Path
+) -> None:
+    target = drafting("plain").drafter.target
+    huge = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 1 << 40)
+    edit_config(folder, **huge)
+    with pytest.raises(CheckpointError, match="but the drafter's config needs"):
+        load_drafter(target, folder)
+
+
 def test_a_missing_field_is_named(drafting: Get, folder: Path) -> None:
     data = json.loads((folder / "config.json").read_text())
     for field in ("sliding_window", "selector_rank", "dflash_config"):

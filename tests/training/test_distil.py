@@ -1,6 +1,7 @@
 """Training runs of a drafter: what they learn, how they stop and go on, what they leave behind."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +303,22 @@ def test_wrong_settings_are_refused_by_name(change: dict[str, Any], message: str
         distil_settings_from_dict(data, "f.toml")
 
 
+def test_a_model_is_not_overwritten_by_its_drafter(
+    make_distil: Make, target_folder: Path, tmp_path: Path
+) -> None:
+    """A slip in 'output' must not cost the target, or any other model."""
+    mine = tmp_path / "mine"
+    shutil.copytree(target_folder, mine)
+    before = {p.name: p.read_bytes() for p in mine.iterdir() if p.is_file()}
+    for target in (mine, target_folder):
+        with pytest.raises(TrainingError, match=r"whose config\.json is none of a drafter"):
+            distil.train(make_distil("mine", target=str(target)))
+    assert {p.name: p.read_bytes() for p in mine.iterdir() if p.is_file()} == before
+    (mine / "config.json").write_text("{")
+    with pytest.raises(TrainingError, match=r"whose config\.json is none of a drafter"):
+        distil.train(make_distil("mine"))
+
+
 def test_a_drafter_that_does_not_fit_the_target_is_refused(make_distil: Make) -> None:
     settings = make_distil()
     for field, value in (("target_layer_ids", (0, 5)), ("conv_group_size", 7)):
@@ -310,6 +327,14 @@ def test_a_drafter_that_does_not_fit_the_target_is_refused(make_distil: Make) ->
             distil.train(wrong)
     with pytest.raises(TrainingError, match="more than the target's context of 64"):
         distil.train(make_distil(prompt_max=50))
+
+
+@pytest.mark.parametrize("field", ["intermediate_size", "num_attention_heads", "selector_rank"])
+def test_a_drafter_beyond_any_machine_is_refused(make_distil: Make, field: str) -> None:
+    settings = make_distil()
+    drafter = dict(settings.drafter) | {field: 10**12}
+    with pytest.raises(TrainingError, match=r"parameters, and at most 10,000,000,000 can be"):
+        distil.train(replace(settings, drafter=drafter))
 
 
 def test_every_kind_of_corpus(tmp_path: Path, small_tokenizer: Tokenizer) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 import workbench
 from spec import cycle
 from views import spec_steps
-from workbench import views
+from workbench import demo_spec, terminal_spec, views
 from workbench.errors import DraftError, PromptError, WorkbenchError
 from workbench.model.beam import Beam
 from workbench.spec.bench_prompts import PROMPTS
@@ -413,6 +413,41 @@ def test_a_lane_keeps_a_bounded_past() -> None:
     assert len(lane.blocks(9999)) == LAST_STEPS
 
 
+def test_a_refusal_says_whether_the_selector_could_have_been_right() -> None:
+    """Candidates 0 to 7 with scores that fall: slot 0 is accepted, slot 1 refused."""
+    ids, scores = tuple(range(8)), tuple(8.0 - n for n in range(8))
+
+    def refused(index: int, token: int) -> Step:
+        part = RequestStep(
+            request=0, position=9, drafted=(0, 0), confidences=(0.9, 0.8), admitted=2, accepted=1,
+            token_ids=(0, token), kinds=("accepted", "corrected"),
+            candidates=(ids, ids), unary=(scores, scores), scores=(scores, scores),
+        )  # fmt: skip
+        return Step(index=index, rows=3, seconds=0.1, requests=(part,))
+
+    lane = Lane("a", _Letters(), slots=2, prompt=lambda _: "")
+    for index, token in enumerate((3, 7, 20)):
+        lane.add(refused(index, token))
+    tile = next(t for t in lane.figures()["tiles"] if t[0] == "target's token among the 8")
+    assert tile[1:] == ["67%", "2 of 3 refused slots"]
+    blocks = [lane.block(index, 0) for index in range(3)]
+    ranks = ["candidate 4 of 8", "candidate 8 of 8", "none of the 8 candidates"]
+    assert [block and block["rank"] for block in blocks] == ranks
+    lane.source = "recorded"  # perhaps not all of them
+    assert (lane.block(2, 0) or {})["rank"] == "none of the 8 candidates, of those recorded"
+    marks = [[row[3] for row in block["candidates"][1]] for block in blocks if block]
+    # Six are shown: the drafted one (1) and the target's (2) always, else the best.
+    assert marks == [[1, 0, 0, 2, 0, 0], [1, 0, 0, 0, 0, 2], [1, 0, 0, 0, 0, 0]]
+    assert blocks[1] is not None
+    assert [row[0] for row in blocks[1]["candidates"][1]] == ["a", "b", "c", "d", "e", "h"]
+    # An accepted slot has no such mark, and a run without candidates no such tile.
+    assert [row[3] for row in blocks[0]["candidates"][0]] == [1, 0, 0, 0, 0, 0]  # type: ignore[index]
+    bare = Lane("a", _Letters(), slots=7, prompt=lambda _: "")
+    for step in spec_steps.run(20):
+        bare.add(step)
+    assert not any("among the" in t[0] for t in bare.figures()["tiles"])
+
+
 def test_one_request_is_followed_until_it_ends() -> None:
     lane = Lane("a", _Letters(), slots=7, prompt=lambda request: f"<{request}>")
     for index, (request, end) in enumerate([(4, False), (5, False), (4, True), (5, False)]):
@@ -421,6 +456,7 @@ def test_one_request_is_followed_until_it_ends() -> None:
         lane.add(Step(index=index, rows=1, seconds=0.1, requests=(part,)))
     assert [p[0] for p in lane.pieces] == ["<4>", "e", "e", "\n\n<5>", "f"]
     assert lane.tokens == 4  # figures are of all
+    assert lane.request == 5
 
 
 # -- the dashboard --------------------------------------------------------------------------------
@@ -529,6 +565,16 @@ def test_it_goes_through_several_prompts_for_ever(target: Beam, drafter: Drafter
     wait_for(lambda: page.text().count("\n\n") > 4)
     board.stop()
     assert page.text().startswith(f"a{CYCLE}\n\nb{CYCLE}\n\na{CYCLE}\n\nb")
+    assert re.fullmatch(r"\d+ steps · prompt [12] of 2 · stopped", board.widget.status)
+    # The one in the box alone: a figure is then of this text and of no other.
+    choice = board.widget.settings | {"prompts": "this one once"}
+    board._message(None, {"kind": "start", "prompt": "c", "settings": choice}, None)
+    board.wait(20)
+    assert page.text() == f"c{CYCLE}"
+    assert re.fullmatch(r"\d+ steps · limit of 5", board.widget.status)
+    choice["prompts"] = []
+    board._message(None, {"kind": "start", "prompt": "c", "settings": choice}, None)
+    assert "prompts must be one of" in board.widget.status
 
 
 def test_a_block_can_be_asked_for_with_its_candidates(target: Beam, drafter: Drafter) -> None:
@@ -547,15 +593,20 @@ def test_a_block_can_be_asked_for_with_its_candidates(target: Beam, drafter: Dra
         for i in part.drafted
     ]
     for slot, rows in enumerate(answer["candidates"]):
-        assert sum(taken for *_, taken in rows) == 1
+        assert sum(mark == 1 for *_, mark in rows) == 1
         assert [row[2] for row in rows] == sorted((row[2] for row in rows), reverse=True)
         best = max(part.scores[slot])
         assert rows[0][2] == pytest.approx(best, abs=0.06)
     # The token before the block: what the prefill gave.
     assert answer["anchor"] == "self"
+    # One that is no longer kept: the page is told, and does not wait for it.
+    board._message(None, {"kind": "block", "lane": 0, "step": 10**9, "request": 0}, None)
+    assert page.messages[-1] == {"kind": "block", "lane": 0, "step": 10**9, "block": None}
+    # A token in the text names its block.
+    pieces = [p for item in page.updates() for p in item["pieces"]]
+    assert {(p[2], p[6]) for p in pieces if p[1] >= 0} == {(s.index, 0) for s in board.steps}
     count = len(page.messages)
     for content in (
-        {"kind": "block", "lane": 0, "step": 10**9, "request": 0},
         {"kind": "block", "lane": 7, "step": 1, "request": 0},
         {"kind": "block", "lane": -1, "step": 1, "request": 0},
         {"kind": "block", "lane": "0", "step": None},
@@ -585,10 +636,14 @@ def test_what_cannot_be_is_said_in_a_sentence_and_the_next_start_works(
         board._message(None, content, None)
         assert words in board.widget.status, changes
         assert board.widget.state == "ready"
+        assert board.widget.trouble
     board._message(None, {"kind": "start", "prompt": "", "settings": good}, None)
     assert "empty" in board.widget.status
+    # Each press is answered, so that a page knows when a busy kernel has not heard it.
+    assert [m["kind"] for m in page.messages].count("heard") == 9
     board._message(None, {"kind": "start", "prompt": PROMPT, "settings": good}, None)
     board.wait(20)
+    assert not board.widget.trouble
     assert page.text() == PROMPT + CYCLE
     for content in ({}, {"kind": "other"}, "text", None, {"kind": "start"}, {"kind": "start",
                     "settings": 3}):  # fmt: skip
@@ -622,6 +677,7 @@ def test_an_error_in_the_background_is_shown_and_raised_on_stop(
     with pytest.raises(RuntimeError, match="broken"):
         board.wait(20)
     assert board.widget.status == "RuntimeError: <b>broken</b>"
+    assert board.widget.trouble
     assert board.widget.state == "ended"
     with pytest.raises(RuntimeError, match="broken"):
         board.stop()
@@ -665,7 +721,7 @@ def test_it_is_small_on_the_wire_and_at_most_ten_a_second(target: Beam, drafter:
 def test_a_burst_longer_than_a_message_says_what_it_left_out() -> None:
     from workbench.views.drafting_page import last_pieces
 
-    pieces = [(str(n), 1, n, -1, -1.0, 0) for n in range(700)]
+    pieces = [(str(n), 1, n, -1, -1.0, 0, 0) for n in range(700)]
     sent = last_pieces(pieces)
     assert len(sent) == 601
     assert "100 tokens not shown" in sent[0][0]
@@ -739,6 +795,25 @@ def test_a_trace_without_steps_is_refused(target: Beam) -> None:
         views.drafting_replay(Trace(header={"mode": "steps"}), target.tokenizer)
     with pytest.raises(DraftError, match="every-position"):
         views.drafting_replay(Trace(header={"mode": "every-position"}), target.tokenizer)
+
+
+# -- in a terminal --------------------------------------------------------------------------------
+
+
+def test_a_terminal_says_what_is_not_timed_yet_and_in_which_unit(
+    target: Beam, drafter: Drafter
+) -> None:
+    run = demo_spec._Run(decode(target, drafter, PROMPT, max_new_tokens=40))
+    assert "not timed yet" in run.status()[0].plain
+    steps = []
+    for step in run.decoding:
+        run.count(step)
+        steps.append(step)
+    assert re.search(r"[\d,]+ tokens/s", run.status()[0].plain)
+    header, _, second, *_ = terminal_spec.step_lines(steps, None, 7)
+    at = header.plain.index("verify ms")
+    shown = second.plain[at : at + len("verify ms")]
+    assert float(shown) == pytest.approx(1e3 * steps[1].verify_seconds, abs=0.006)
 
 
 # -- what watching costs --------------------------------------------------------------------------

@@ -466,6 +466,8 @@ def test_compare_runs_gives_ratios_to_the_first() -> None:
     bars = [t for t in view.figure.data if isinstance(t, go.Bar)]
     assert list(bars[1].x) == pytest.approx(rates)
     assert f"{rates[1]:,.0f} tokens/s, {rates[1] / rates[0]:.2f} ×" in view.text
+    # What a ratio is of stands under the bars.
+    assert plain(view.figure.layout.xaxis3.title.text) == "tokens/s, decode steps; × old"
     for name, steps in (("old", slow), ("new", fast)):
         parts = drafted(steps)
         line = named(view)[name]
@@ -533,7 +535,10 @@ def test_speculative_speed_of_a_bench_names_its_policies() -> None:
     names = [plain(t) for t in view.figure.layout.xaxis2.ticktext]
     assert names == ["plain", "speculative"]
     said = plain(view.figure.layout.title.subtitle.text.replace("<br>", " "))
-    assert "speed-up 1.50 to 1.75 over the runs" in said
+    assert "median, 10th to 90th percentile 1.50 to 1.75" in said
+    # One ratio: the title's. That of the two bars is another one.
+    above = next(t for t in view.figure.data if isinstance(t, go.Scatter) and t.xaxis == "x2")
+    assert not any("×" in text for text in above.text)
     assert "interrupted" in said
     assert "triton" not in said
 

@@ -281,6 +281,8 @@ def is_int(value: Any) -> TypeGuard[int]:
 def is_number(value: Any) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
+    if isinstance(value, int):
+        return abs(value) < 2**63  # torch takes no more
     return abs(value) < 1e30  # NaN fails too; beyond it float32 overflows
 
 

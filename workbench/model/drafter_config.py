@@ -31,6 +31,8 @@ from workbench.model.config import (
 
 DrafterPart = Literal["context", "attention", "mlp", "convolutions", "selector", "norms"]
 
+MOST_CANDIDATES = 256  # published drafters have 16
+
 _NESTED = (
     "target_layer_ids",
     "mask_token_id",
@@ -145,6 +147,15 @@ class DFlash2Config:
         if data.get("is_causal", False) is not False:
             raise ConfigError(
                 f"{where}: is_causal must be false; a DFlash2 block sees itself whole"
+            )
+        if nested.get("causal", False) is not False:
+            raise ConfigError(
+                f"{where}: causal in dflash_config must be false; a DFlash2 block sees itself whole"
+            )
+        if data.get("use_sliding_window", True) is not True:
+            raise ConfigError(
+                f"{where}: use_sliding_window must be true; the engine ignores sliding_window "
+                "without it"
             )
         for name in sorted(known - {"block_size"}):
             if name not in values:
@@ -286,6 +297,11 @@ def _check(c: DFlash2Config) -> None:
     if c.hidden_size % c.conv_group_size:
         raise ConfigError(
             f"conv_group_size ({c.conv_group_size}) must divide hidden_size ({c.hidden_size})"
+        )
+    if c.selector_top_k > MOST_CANDIDATES:
+        raise ConfigError(
+            f"selector_top_k must be at most {MOST_CANDIDATES}, not {c.selector_top_k}: every "
+            "candidate is scored behind every other, so memory grows with its square"
         )
     if c.selector_top_k > c.vocab_size:
         raise ConfigError(

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from workbench.errors import ModelNotFoundError
-from workbench.files import expand
+from workbench.files import expand, is_folder
 from workbench.model.asked import shown
 from workbench.model.config import (
     ENGINE_DEFAULTS,
@@ -199,7 +199,7 @@ def resolve_drafter(drafter: str | Path) -> ResolvedDrafter:
         return beam_501b_dflash2()
     folder = bundled_drafter(name.removesuffix("-dflash2")) if name.endswith("-dflash2") else None
     folder = folder or expand(drafter)
-    if not folder.is_dir():
+    if not is_folder(folder):
         bundles = [f"{model}-dflash2" for model in bundled() if bundled_drafter(model)]
         known = ", ".join(["beam-501b-dflash2", *bundles])
         raise ModelNotFoundError(
@@ -248,7 +248,7 @@ def resolve(model: str | Path) -> ResolvedModel:
     if name in bundled():
         return _from_folder(ZOO / name, name, Source(kind="chosen", note="bundled checkpoint"))
     folder = expand(model)
-    if folder.is_dir():
+    if is_folder(folder):
         return _from_folder(folder, name, Source(kind="checkpoint", note="config.json"))
     raise ModelNotFoundError(
         f"unknown model {shown(name)}: use one of {', '.join(known_models())}, "

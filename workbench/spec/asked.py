@@ -21,6 +21,10 @@ def check_whole(name: str, value: object, least: int, most: int | None = None) -
 
 def check_pair(beam: Beam, drafter: Drafter) -> None:
     """Raise DraftError unless ``drafter`` was loaded for this very model, as it is now."""
+    if not isinstance(drafter, Drafter):
+        raise DraftError(
+            f"drafter must be a loaded one (load_drafter(beam, ...)), not {drafter!r:.60}"
+        )
     if drafter.target is not beam:
         raise DraftError(
             f"{drafter.name} was loaded for another {drafter.target.name}; load it for this model: "
@@ -34,14 +38,10 @@ def check_pair(beam: Beam, drafter: Drafter) -> None:
         )
 
 
-def check_kinds(beam: Any, drafter: Any, sampling: Any, seeds: Any, cancel: Any) -> None:
-    """Raise PromptError or DraftError for an argument of the wrong kind, naming it."""
+def check_kinds(beam: Any, sampling: Any, seeds: Any, cancel: Any) -> None:
+    """Raise PromptError for an argument of the wrong kind, naming it."""
     if not isinstance(beam, Beam):
         raise PromptError(f"beam must be a loaded model (load(...)), not {beam!r:.60}")
-    if drafter is not None and not isinstance(drafter, Drafter):
-        raise DraftError(
-            f"drafter must be a loaded one (load_drafter(beam, ...)) or None, not {drafter!r:.60}"
-        )
     if not isinstance(sampling, Sampling):
         raise PromptError(f"sampling must be a Sampling, not {sampling!r:.60}")
     if seeds is not None and (not isinstance(seeds, Sequence) or isinstance(seeds, str | bytes)):

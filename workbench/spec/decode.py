@@ -18,7 +18,7 @@ from workbench.model.prompts import Prompts, prompt_ids
 from workbench.model.sampling import Sampling
 from workbench.spec.asked import check_kinds, check_pair, check_whole
 from workbench.spec.drafter import Drafter
-from workbench.spec.loop import Decoding, Method, Proposals, Settings
+from workbench.spec.loop import MOST_DRAFTS, Decoding, Method, Proposals, Settings
 
 __all__ = ["Decoding", "decode"]
 
@@ -69,7 +69,7 @@ def decode(
             before anything is computed.
         DraftError: a drafter of another target, or a setting of drafting out of range.
     """
-    check_kinds(beam, drafter, sampling, seeds, cancel)
+    check_kinds(beam, sampling, seeds, cancel)
     if slots is not None:
         check_whole("slots", slots, 1, 1 << 16)
     if drafter is not None:
@@ -79,7 +79,7 @@ def decode(
     drafts = speculative_tokens or 0
     if drafter is not None:
         drafts = drafter.block - 1 if speculative_tokens is None else speculative_tokens
-        check_whole("speculative_tokens", drafts, 1)
+        check_whole("speculative_tokens", drafts, 1, MOST_DRAFTS)
     settings = Settings(
         max_new_tokens=max_new_tokens,
         speculative_tokens=drafts,

@@ -90,9 +90,7 @@ class DraftCache:
         ):  # last: an interrupted write counts nothing
             self.ends[slot] += kept
 
-    def _check(
-        self, streams: Tensor, counts: list[int], slots: list[int], keep: list[int]
-    ) -> None:
+    def _check(self, streams: Tensor, counts: list[int], slots: list[int], keep: list[int]) -> None:
         width = self.drafter.fc.shape[1]
         if streams.shape != (sum(counts), width):
             raise DraftError(

@@ -67,7 +67,7 @@ def record_every_position(
         PromptError: a prompt or ``max_new_tokens`` that cannot be decoded from. Raised here.
         DraftError: a drafter of another target, or a number of drafts out of range. Raised here.
     """
-    check_kinds(beam, drafter, Sampling(), None, cancel)
+    check_kinds(beam, Sampling(), None, cancel)
     check_pair(beam, drafter)
     drafts = drafter.block - 1 if speculative_tokens is None else speculative_tokens
     if not isinstance(drafts, int) or isinstance(drafts, bool) or not 1 <= drafts < 64:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, repeat
+from threading import RLock
 from time import perf_counter
 from typing import Any, Literal, get_args
 
@@ -85,6 +86,7 @@ class Decoding(Iterator[Step]):
         self.steps = self.tokens = 0
         self._eos, self._cancel = eos, cancel
         self._slots, self._index, self._closed = slots, 0, False
+        self._lock = RLock()  # held within a step: another thread's next, join or close waits
         self._next = 0  # the next request's number
         self._waiting: deque[Running] = deque()
         self._alive: list[Running] = []  # a sequence's place here is its slot
@@ -96,7 +98,13 @@ class Decoding(Iterator[Step]):
             self._drafts = DraftCache(drafter, slots, 1 + settings.speculative_tokens)
 
     def __next__(self) -> Step:
-        if self._closed or (self._cancel is not None and self._cancel.is_set()):
+        with self._lock:
+            return self._advance()
+
+    def _advance(self) -> Step:
+        if self._cancel is not None and self._cancel.is_set():
+            self.close()  # an event that is cleared again does not revive the run
+        if self._closed:
             raise StopIteration
         try:
             while self._waiting and len(self._alive) < self._slots:
@@ -116,10 +124,11 @@ class Decoding(Iterator[Step]):
 
     def close(self) -> None:
         """End here and let go of the caches; :attr:`generations` stays."""
-        self._closed = True
-        self._waiting.clear()
-        self._alive.clear()
-        self._cache, self._drafts = self.beam.new_cache(1), None  # nothing, in the place of much
+        with self._lock:
+            self._closed = True
+            self._waiting.clear()
+            self._alive.clear()
+            self._cache, self._drafts = self.beam.new_cache(1), None  # nothing, in place of much
 
     def join(
         self, prompt: One, *, max_new_tokens: int | None = None, seed: int | None = None
@@ -139,7 +148,8 @@ class Decoding(Iterator[Step]):
         ids = prompt_ids(self.beam, prompt)
         if len(ids) != 1:
             raise PromptError(f"join takes one prompt, not {len(ids)}; join each on its own")
-        return self._join(ids[0], most, seed)
+        with self._lock:
+            return self._join(ids[0], most, seed)
 
     def leave(self, request: int) -> None:
         """Take a sequence out between two steps; what it has stays in :attr:`generations`.
@@ -147,13 +157,14 @@ class Decoding(Iterator[Step]):
         Raises:
             DraftError: there is no such request, or it has ended.
         """
-        running = self._found(request)
-        if running is not None and running in self._waiting:
-            self._waiting.remove(running)
-        elif running is not None and running in self._alive:
-            self._remove(self._alive.index(running))
-        else:
-            raise DraftError(f"request {request} is not decoding; it has ended or never joined")
+        with self._lock:
+            running = self._found(request)
+            if running is not None and running in self._waiting:
+                self._waiting.remove(running)
+            elif running is not None and running in self._alive:
+                self._remove(self._alive.index(running))
+            else:
+                raise DraftError(f"request {request} is not decoding; it has ended or never joined")
 
     def forget(self, request: int) -> None:
         """Drop an ended sequence's tokens, so that a run without an end does not grow.
@@ -161,10 +172,11 @@ class Decoding(Iterator[Step]):
         Raises:
             DraftError: there is no such request, or it is still decoding.
         """
-        running = self._found(request)
-        if running is None or running in self._alive or running in self._waiting:
-            raise DraftError(f"request {request} is decoding, or never joined")
-        del self._all[request]
+        with self._lock:
+            running = self._found(request)
+            if running is None or running in self._alive or running in self._waiting:
+                raise DraftError(f"request {request} is decoding, or never joined")
+            del self._all[request]
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -197,7 +209,7 @@ class Decoding(Iterator[Step]):
 
     def _found(self, request: object) -> Running | None:
         whole = isinstance(request, int) and not isinstance(request, bool)
-        return self._all.get(request) if whole else None  # type: ignore[call-overload, no-any-return]
+        return self._all.get(request) if whole else None  # type: ignore[call-overload]
 
     def _prefill(self) -> Step | None:
         """The prompts that are next, and the first token of each.

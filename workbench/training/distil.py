@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.errors import TrainingError, WorkbenchError
+from workbench.errors import ConfigError, TrainingError, WorkbenchError
 from workbench.files import write_whole
 from workbench.kernels import registry
 from workbench.kernels.requirements import Where
 from workbench.model.beam import Beam
 from workbench.model.checkpoint import load
+from workbench.model.config import read_config_json
 from workbench.spec.drafter_checkpoint import load_drafter, save_drafter
 from workbench.training.anchors import draw_anchors
 from workbench.training.curve import RECORD_FILE
@@ -100,6 +101,7 @@ class _Run:
         self.begun = time.perf_counter()
         self.settings, self.resume, self.progress = settings, resume, progress
         check_folders(settings.output, settings.state, resume)
+        check_output(settings.output)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.target = load_target(settings.target, self.device)
         self.config = settings.drafter_config(self.target.config)
@@ -382,6 +384,24 @@ class _Run:
 
 
 # -- parts ----------------------------------------------------------------------------------------
+
+
+def check_output(output: Path) -> None:
+    """Refuse a folder with a model that is no drafter, such as the target's own.
+
+    Raises:
+        TrainingError: it has a ``config.json`` without ``dflash_config``.
+    """
+    file = output / "config.json"
+    if not file.exists():
+        return
+    with suppress(ConfigError):
+        if "dflash_config" in read_config_json(file):
+            return
+    raise TrainingError(
+        f"output names {output}, whose config.json is none of a drafter and would be overwritten; "
+        "name another folder"
+    )
 
 
 def load_target(name: str, device: torch.device, dtype: torch.dtype | None = None) -> Beam:

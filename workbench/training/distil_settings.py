@@ -9,8 +9,8 @@ from typing import Any
 
 from workbench.errors import ConfigError, TrainingError
 from workbench.model.config import BeamConfig
-from workbench.model.drafter_config import DFlash2Config
-from workbench.training.settings import checked_fields, read_toml
+from workbench.model.drafter_config import DFlash2Config, drafter_tensors
+from workbench.training.settings import MOST_PARAMETERS, checked_fields, read_toml
 
 _OF_THE_TARGET = ("vocab_size", "hidden_size", "max_position_embeddings")
 _SHARES = ("cooldown", "from_start", "sampled_share", "soft_targets", "dpace", "regenerate_share")
@@ -65,7 +65,8 @@ class DistilSettings:
         """The drafter's configuration for this target.
 
         Raises:
-            TrainingError: a field is wrong, or the target has none of a tapped layer.
+            TrainingError: a field is wrong, the drafter is too large to train, or the target has
+                none of a tapped layer.
         """
         values = {name: getattr(target, name) for name in _OF_THE_TARGET} | dict(self.drafter)
         try:
@@ -73,6 +74,12 @@ class DistilSettings:
             config.check_target(target)
         except ConfigError as error:
             raise TrainingError(f"[drafter]: {error}") from None
+        parameters = sum(tensor.size for tensor in drafter_tensors(config))
+        if parameters > MOST_PARAMETERS:
+            raise TrainingError(
+                f"[drafter] has {parameters:,} parameters, and at most {MOST_PARAMETERS:,} can be "
+                "trained here; make it smaller"
+            )
         return config
 
 

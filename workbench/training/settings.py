@@ -41,7 +41,7 @@ _AT_MOST = {
 }
 _MOST_IN_MODEL = 2**53
 _MOST_LAYERS = 10_000
-_MOST_PARAMETERS = 10**10  # 40 GB of float32 weights, before gradients and optimizers
+MOST_PARAMETERS = 10**10  # 40 GB of float32 weights, before gradients and optimizers
 _AT_LEAST_ONE = (
     "steps",
     "batch",
@@ -210,9 +210,9 @@ def _model(data: Mapping[str, Any], where: str) -> BeamConfig:
             "too large); remove it"
         ) from error
     parameters = total_parameters(config)
-    if parameters > _MOST_PARAMETERS:
+    if parameters > MOST_PARAMETERS:
         raise TrainingError(
-            f"{where} has {parameters:,} parameters, and at most {_MOST_PARAMETERS:,} can be "
+            f"{where} has {parameters:,} parameters, and at most {MOST_PARAMETERS:,} can be "
             "trained here; make it smaller"
         )
     return config

@@ -18,6 +18,8 @@ function shape(tag, attributes, text = "") {
   return element;
 }
 
+// A mark's colour for words: drawn towards the page's own ink, to be read on either theme.
+const ink = (color) => `color-mix(in srgb, ${color} 68%, var(--jp-ui-font-color0, currentcolor))`;
 const percent = (value) => `${Math.round(100 * value)}%`;
 
 // -- text -------------------------------------------------------------------------------------
@@ -27,7 +29,7 @@ function dress(span, text, mark, stands) {
   span.style.cssText = mark.css;
   if (mark.kind === "corrected" || mark.kind === "bonus") {
     const sign = make("span", "sign", mark.sign);
-    sign.style.color = mark.color;
+    sign.style.color = ink(mark.color);
     span.append(sign);
     // In one piece: a frame that is broken at the end of a line is read as two tokens.
     if (!text.includes("\n")) span.style.whiteSpace = "pre";
@@ -44,13 +46,18 @@ function tokenWords(look, [, kind, step, slot, sure]) {
   const words = [`step ${step}`, look.kinds[kind].word];
   if (slot >= 0) words.push(`slot ${slot + 1}`);
   if (sure >= 0) words.push(`confidence ${sure.toFixed(2)}`);
-  return words.join(", ");
+  return `${words.join(", ")}; a click shows its block`;
 }
 
 class TextPane {
-  constructor(look) {
+  constructor(look, pick) {
     this.look = look;
     this.element = make("div", "page");
+    this.element.addEventListener("click", (event) => {
+      const token = event.target.closest(".bw-draft-token");
+      if (!token || !pick || !window.getSelection().isCollapsed) return; // text is being marked
+      pick({ step: Number(token.dataset.step), request: Number(token.dataset.request) });
+    });
     this.element.tabIndex = 0; // scrolls with the keyboard
     this.element.setAttribute("role", "log");
     this.element.setAttribute("aria-live", "off");
@@ -68,6 +75,8 @@ class TextPane {
       } else {
         const mark = this.look.kinds[piece[1]];
         span.dataset.kind = mark.kind;
+        span.dataset.step = piece[2];
+        span.dataset.request = piece[6];
         span.title = tokenWords(this.look, piece);
         dress(span, piece[0], mark, piece[5]);
       }
@@ -77,6 +86,15 @@ class TextPane {
     page.append(batch);
     while (page.childElementCount > 2 * this.look.most) page.firstElementChild.remove();
     if (atEnd) page.scrollTop = page.scrollHeight;
+  }
+
+  // The tokens of the pinned block.
+  point(block) {
+    const name = "bw-draft-pointed";
+    for (const span of this.element.querySelectorAll(`.${name}`)) span.classList.remove(name);
+    if (!block) return;
+    const its = `[data-step="${block.step}"][data-request="${block.request}"]`;
+    for (const span of this.element.querySelectorAll(its)) span.classList.add(name);
   }
 }
 
@@ -98,20 +116,34 @@ function fateWords(look, block, slot) {
 function blockWords(look, block) {
   const own = block.kind < 0 ? "" : `, then ${look.kinds[block.kind].kind}: ${block.token}`;
   if (!block.slots.length) return `step ${block.step}: nothing drafted${own}`;
-  return `step ${block.step}: ${block.accepted} of ${block.slots.length} drafts accepted${own}`;
+  const left = block.slots.length - block.admitted;
+  const trimmed = left ? ` and ${left} trimmed` : "";
+  return `step ${block.step}: ${block.accepted} of ${block.slots.length} drafts accepted`
+    + `${trimmed}${own}`;
 }
 
 class Blocks {
-  constructor(look, slots, ask) {
-    Object.assign(this, { look, slots, ask, blocks: [], held: false, pinned: null, shown: null });
+  constructor(look, slots, ask, point) {
+    Object.assign(this, { look, slots, ask, point, blocks: [], held: false });
+    this.pinned = this.shown = this.wanted = null;
     this.element = make("div", "blocks");
     this.strip = make("div", "strip");
     this.strip.setAttribute("role", "group");
     this.strip.setAttribute("aria-label", "Blocks of the last steps, newest at the right");
     this.inside = make("div", "inside");
     this.heading = make("div", "inside-heading");
+    this.words = make("span", "inside-words");
+    this.release = make("button", "release", "Unpin");
+    this.release.type = "button";
+    this.release.title = "Follow the newest block again";
+    this.release.hidden = true;
+    this.release.addEventListener("click", () => {
+      this.pin(null);
+      this.draw();
+    });
+    this.heading.append(this.words, this.release);
     this.columns = make("div", "columns");
-    this.columns.style.gridTemplateColumns = `repeat(${slots + 2}, minmax(0, 1fr))`;
+    this.columns.style.gridTemplateColumns = `repeat(${slots + 2}, minmax(78px, 1fr))`;
     this.inside.append(this.heading, this.columns);
     this.element.append(this.strip, this.inside);
     // What is looked at must not slide away.
@@ -124,7 +156,7 @@ class Blocks {
       const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
       const next = step === 1 ? "nextElementSibling" : "previousElementSibling";
       if (step) document.activeElement[next]?.focus();
-      if (event.key === "Escape") this.pin(null);
+      if (event.key === "Escape" && this.pinned) this.release.click();
       event.stopPropagation(); // no shortcut of JupyterLab's
     });
   }
@@ -139,8 +171,28 @@ class Blocks {
     if (!this.held) this.draw();
   }
 
-  // The kernel's answer: the same block with its candidates.
-  answer(block) {
+  // A token in the text was clicked: pin its block, which may have left the strip long ago.
+  pick(place) {
+    const known = this.blocks.find((b) => same(b, place));
+    if (known) {
+      this.pin(known);
+      return;
+    }
+    this.wanted = place;
+    this.ask(place);
+  }
+
+  // The kernel's answer: the block with its candidates, or none.
+  answer(block, step) {
+    const wanted = this.wanted;
+    if (!block) {
+      if (wanted?.step === step) this.words.textContent = `step ${step} is no longer kept`;
+      return;
+    }
+    if (same(wanted, block)) {
+      this.wanted = null;
+      this.pin(block);
+    }
     this.blocks = this.blocks.map((b) => (same(b, block) ? block : b));
     if (same(this.pinned, block)) this.pinned = block;
     if (same(this.shown, block)) this.look_inside(block);
@@ -179,7 +231,7 @@ class Blocks {
     if (block.kind >= 0) {
       const mark = this.look.kinds[block.kind];
       own.textContent = mark.sign;
-      own.style.color = mark.color;
+      own.style.color = ink(mark.color);
     }
     cells.append(own);
     element.append(cells, make("span", "number", `${block.step}`));
@@ -200,6 +252,8 @@ class Blocks {
 
   pin(block) {
     this.pinned = block;
+    this.release.hidden = !block;
+    this.point(block);
     for (const element of this.strip.children) {
       const here = block !== null && Number(element.dataset.step) === block.step;
       element.classList.toggle("bw-draft-pinned", here);
@@ -209,8 +263,10 @@ class Blocks {
 
   look_inside(block) {
     this.shown = block;
-    const pinned = same(block, this.pinned) ? " · pinned, click it again to let go" : "";
-    this.heading.textContent = `${blockWords(this.look, block)}${pinned}`;
+    const pinned = same(block, this.pinned) ? "pinned · " : "";
+    const rank = block.rank ? `, ${block.rank}` : "";
+    this.words.textContent = `${pinned}${blockWords(this.look, block)}${rank}`;
+    this.words.title = this.words.textContent;
     const anchor = make("div", "column");
     anchor.append(make("div", "small", "anchor"), make("div", "label", block.anchor || "–"));
     const columns = [anchor];
@@ -219,7 +275,7 @@ class Blocks {
       const name = fate(block, slot);
       column.title = fateWords(this.look, block, slot);
       const head = make("div", "small", `${this.look.slots[name].sign} slot ${slot + 1}`);
-      head.style.color = this.look.slots[name].color;
+      head.style.color = ink(this.look.slots[name].color);
       const token = make("div", `label bw-draft-edge-${name}`, label);
       const meter = make("div", "meter");
       const fill = make("span", `fill bw-draft-${name}`);
@@ -227,12 +283,13 @@ class Blocks {
       meter.append(fill);
       const value = make("div", "small", sure < 0 ? "not recorded" : sure.toFixed(2));
       column.append(head, token, meter, value);
-      for (const [other, unary, score, taken] of block.candidates?.[slot] ?? []) {
-        const row = make("div", taken ? "candidate bw-draft-taken" : "candidate");
-        row.append(make("span", "arrow", taken ? "▸" : ""), make("span", "name", other));
+      for (const [other, unary, score, mark] of block.candidates?.[slot] ?? []) {
+        const row = make("div", "candidate" + ["", " bw-draft-taken", " bw-draft-right"][mark]);
+        row.append(make("span", "arrow", ["", "▸", "≠"][mark]), make("span", "name", other));
         row.append(make("span", "score", score.toFixed(1)));
         const own = unary === null ? "" : `unary logit ${unary.toFixed(1)}, `;
-        row.title = `${other}: ${own}realized score ${score.toFixed(1)}`;
+        const why = ["", ", drafted", ", what the target wrote"][mark];
+        row.title = `${other}: ${own}realized score ${score.toFixed(1)}${why}`;
         column.append(row);
       }
       columns.push(column);
@@ -241,7 +298,7 @@ class Blocks {
     if (block.kind >= 0) {
       const mark = this.look.kinds[block.kind];
       const head = make("div", "small", `${mark.sign} ${mark.kind}`);
-      head.style.color = mark.color;
+      head.style.color = ink(mark.color);
       own.title = mark.word;
       own.append(head, make("div", "label bw-draft-edge-own", block.token));
       own.lastChild.style.borderColor = mark.color;
@@ -265,7 +322,8 @@ class Chart {
     this.element.append(make("div", "chart-title", title));
     const keys = make("div", "chart-legend");
     for (const [dash, color, symbol, words] of legend) {
-      const sample = shape("svg", { width: 26, height: 10, "aria-hidden": "true" });
+      const wide = dash === null && !symbol ? 0 : 26;
+      const sample = shape("svg", { width: wide, height: 10, "aria-hidden": "true" });
       if (dash !== null) sample.append(line([[1, 5], [25, 5]], color, dash, 2));
       if (symbol) sample.append(point(13, 5, color, symbol));
       keys.append(sample, make("span", "", words));
@@ -304,7 +362,7 @@ function line(points, color, dash, width) {
 
 function point(x, y, color, symbol) {
   if (symbol === "circle") return shape("circle", { cx: x, cy: y, r: 3.5, fill: color });
-  const d = `M${x} ${y - 4.5}L${x + 4.5} ${y}L${x} ${y + 4.5}L${x - 4.5} ${y}Z`;
+  const d = `M${x} ${y - 5.5}L${x + 5.5} ${y}L${x} ${y + 5.5}L${x - 5.5} ${y}Z`;
   return shape("path", { d, fill: color });
 }
 
@@ -317,6 +375,11 @@ function across(svg, box, y, text) {
 
 function below(svg, box, x, text, row = 0, anchor = "middle") {
   svg.append(shape("text", { x, y: box.bottom + 14 + 14 * row, "text-anchor": anchor }, text));
+}
+
+// Every how many of these words fit under an axis with so much room for each.
+function spacing(words, room) {
+  return Math.ceil((7 * Math.max(...words.map((word) => `${word}`.length)) + 6) / room);
 }
 
 function drawRun(look) {
@@ -343,6 +406,7 @@ function drawHistogram(look) {
   return (svg, box, { histogram, events }) => {
     const most = Math.max(...histogram);
     const step = (box.right - box.left) / histogram.length;
+    const every = spacing([histogram.length - 1], step);
     svg.append(shape("line", {
       x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom, class: "bw-draft-grid",
     }));
@@ -355,13 +419,14 @@ function drawHistogram(look) {
       });
       bar.append(shape("title", {}, `${run} accepted: ${count} of ${events} events`));
       svg.append(bar);
-      if (step > 24 && count) {
+      if (step > 22 && count) {
         const y = box.bottom - height - 4;
         const share = percent(count / events);
         svg.append(shape("text", { x: x + step / 2, y, "text-anchor": "middle" }, share));
       }
-      below(svg, box, x + step / 2, `${run}`);
+      if (run % every === 0) below(svg, box, x + step / 2, `${run}`);
     });
+    if (step <= 22) across(svg, box, box.top, percent(most / events));
     below(svg, box, (box.left + box.right) / 2, "accepted drafts of a block", 1);
     svg.setAttribute("aria-label", histogram.map((n, run) => `${run} accepted: ${n}`).join(", "));
   };
@@ -374,8 +439,9 @@ function drawCurves(look) {
     const y = (v) => box.bottom - (box.bottom - box.top) * v;
     for (const v of [0, 0.5, 1]) across(svg, box, y(v), percent(v));
     const said = [];
-    const curves = [["survival", survival, look.survival, "", "circle"],
-                    ["conditional", conditional, look.conditional, "5 3", "diamond"]];
+    // Survival last: in slot 1 both are the same, and the smaller circle lies on the diamond.
+    const curves = [["conditional", conditional, look.conditional, "5 3", "diamond"],
+                    ["survival", survival, look.survival, "", "circle"]];
     for (const [name, rates, color, dash, symbol] of curves) {
       const known = rates.map((r, slot) => [slot, ...r]).filter((r) => r[1] !== null);
       const edge = known.map((r) => [x(r[0]), y(r[3])])
@@ -390,17 +456,36 @@ function drawCurves(look) {
           + `(${percent(low)} to ${percent(high)}), n = ${n}`;
         mark.append(shape("title", {}, words));
         svg.append(mark);
-        said.push(words);
+        said.push([name, words]);
       }
     }
-    survival.forEach((_, slot) => below(svg, box, x(slot), `${slot + 1}`));
-    if (step > 30) {
-      below(svg, box, box.left - 6, "n", 1, "end");
-      conditional.forEach((r, slot) => below(svg, box, x(slot), `${r[3]}`, 1));
-    }
-    svg.setAttribute("aria-label", said.join("; "));
+    // Where there is no room for all of them every second or third slot has its number and its n.
+    const every = spacing([survival.length, ...conditional.map((r) => r[3])], step);
+    below(svg, box, box.left - 6, "n", 1, "end");
+    conditional.forEach((r, slot) => {
+      if (slot % every) return;
+      below(svg, box, x(slot), `${slot + 1}`);
+      below(svg, box, x(slot), `${r[3]}`, 1);
+    });
+    const first = said.filter(([name]) => name === "survival").concat(
+      said.filter(([name]) => name !== "survival"));
+    svg.setAttribute("aria-label", first.map(([, words]) => words).join("; "));
   };
 }
+
+// What a newcomer takes for something else.
+const MEANING = {
+  "tokens/s": "Tokens over the time of the decode steps, the first one left out.",
+  "a step": "Mean time of a decode step: drafting, verifying, and the rest.",
+  "acceptance length": "Tokens that a draft event gives: its accepted drafts and the one that is "
+    + "the target's own. No rate: it says how many steps are saved.",
+  "drafts accepted": "Of all drafts. Falls when more are drafted, also where the acceptance length "
+    + "rises. Rejected: verified and refused, or behind a refused one. Trimmed: not verified at "
+    + "all, so neither for nor against the drafter.",
+  "target's token among the": "At the first refused slot. Where it was one, the selector "
+    + "chose another; where it was none, no selector could have been right "
+    + "(a recording may have kept only the best of them).",
+};
 
 // -- a lane -----------------------------------------------------------------------------------
 
@@ -409,22 +494,26 @@ class Lane {
     this.column = make("div", "lane");
     if (several) this.column.append(make("div", "lane-name", name));
     this.tiles = make("div", "tiles");
-    this.text = new TextPane(look);
+    this.text = new TextPane(look, slots ? (place) => this.blocks.pick(place) : null);
     this.column.append(this.tiles, this.text.element);
     this.charts = [];
     if (!slots) return;
     this.below = make("div", "below");
     const of = several ? ` of ${name}` : "";
     const heading = make("div", "section", `Blocks${of}, newest at the right`);
-    heading.append(make("span", "hint", "height: the drafter's own confidence; a click pins"));
+    const hint = make("span", "hint", "height: confidence; click it or a token to pin");
+    hint.title = "The drafter's own confidence, not calibrated. A pinned block stays below.";
+    heading.append(hint);
     heading.append(slotLegend(look));
-    this.blocks = new Blocks(look, slots, ask);
+    this.blocks = new Blocks(look, slots, ask, (block) => this.text.point(block));
     const row = make("div", "charts");
     this.charts = [
       new Chart("Acceptance length over the run",
-        [["", look.pooled, null, "all so far"], ["2 3", look.recent, null, "last 64 events"]],
+        [["", look.pooled, null, "all so far"],
+         ["2 3", look.recent, null, "last 64 events"]],
         drawRun(look)),
-      new Chart("Accepted drafts of a block", [], drawHistogram(look)),
+      new Chart("Accepted drafts of a block",
+        [[null, "", null, "share of all draft events"]], drawHistogram(look)),
       new Chart("Acceptance by slot",
         [["", look.survival, "circle", "survival"],
          ["5 3", look.conditional, "diamond", "conditional, its n below"]],
@@ -441,6 +530,7 @@ class Lane {
       tile.append(make("div", "small", label), make("div", "value", value));
       tile.append(make("div", "small", note));
       tile.dataset.label = label;
+      tile.title = MEANING[label.replace(/ \d+$/, "")] ?? "";
       return tile;
     }));
     if (item.blocks) this.blocks.update(item.blocks);
@@ -490,12 +580,14 @@ class Controls {
       this.add("temperature", "temperature", heat.box, heat.input, heat.show);
       for (const [key, label, words] of [["method", "verification", choices.methods],
                                          ["proposals", "proposals", choices.proposals],
-                                         ["beside", "beside it", choices.beside]]) {
+                                         ["beside", "beside it", choices.beside],
+                                         ["prompts", "prompts", choices.prompts]]) {
+        if (!words?.length) continue;
         const input = menu(words);
         this.add(key, label, input, input);
       }
     } else {
-      const speed = menu([0.25, 0.5, 1, 2, 5, 20]);
+      const speed = menu([0.1, 0.25, 0.5, 1, 2, 5, 20]);
       for (const option of speed.options) option.text = `${option.value} ×`;
       this.add("speed", "speed", speed, speed);
     }
@@ -532,7 +624,10 @@ class Controls {
   unused() {
     const greedy = Number(this.inputs.temperature?.input.value) === 0;
     for (const key of ["method", "proposals"]) {
-      if (this.inputs[key]) this.inputs[key].input.disabled = greedy;
+      if (!this.inputs[key]) continue;
+      const { input } = this.inputs[key];
+      input.disabled = greedy;
+      input.parentElement.title = greedy ? "Plays a part above temperature 0 only" : "";
     }
   }
 }
@@ -584,7 +679,14 @@ function render({ model, el }) {
   const prompt = make("textarea", "prompt");
   Object.assign(prompt, { rows: 2, spellcheck: false });
   prompt.setAttribute("aria-label", "Prompt");
-  prompt.addEventListener("keydown", (event) => event.stopPropagation());
+  prompt.title = "Ctrl-Enter starts";
+  prompt.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+      event.preventDefault();
+      begin("start");
+    }
+    event.stopPropagation();
+  });
   const controls = new Controls(choices, () => changed());
 
   const start = button("Start", "Decode the prompt from its beginning");
@@ -608,6 +710,9 @@ function render({ model, el }) {
   let lanes = [];
   let ended = false; // the kernel has: nothing sent arrives any more
   let said = model.get("status"); // the newest of the model's and the updates'
+  let waiting = 0; // timer of what the kernel has not heard yet
+  let late = false; // and it is late
+  let heardAt = Date.now(); // when the last message came
   let news = false; // controls were changed since the start
 
   function reset(message) {
@@ -624,20 +729,35 @@ function render({ model, el }) {
   }
 
   function onMessage(message) {
+    heardAt = Date.now();
+    if (message.kind === "heard" || message.kind === "reset") heard();
     if (message.kind === "reset") reset(message);
     else if (message.kind === "update") {
       message.lanes.forEach((item, number) => lanes[number]?.update(item));
       if (message.status) say(message.status);
-    } else if (message.kind === "block") lanes[message.lane]?.blocks?.answer(message.block);
+    } else if (message.kind === "block") {
+      lanes[message.lane]?.blocks?.answer(message.block, message.step);
+    }
   }
 
   function going() {
     return !ended && ["running", "paused"].includes(model.get("state"));
   }
 
+  // s since the last message of a run that goes on, where that is worth a word: a long step, or a
+  // kernel that has gone without telling.
+  function silence() {
+    const seconds = Math.round((Date.now() - heardAt) / 1000);
+    return model.get("state") === "running" && !ended && seconds >= 5 ? seconds : 0;
+  }
+
   function say(words) {
     said = words;
+    const wrong = ended || (model.get("trouble") && words === model.get("status"));
+    status.classList.toggle("bw-draft-trouble", wrong);
     if (ended) status.textContent = "the kernel has ended; run the cell again";
+    else if (silence()) status.textContent = `${words} · nothing new for ${silence()} s`;
+    else if (late) status.textContent = "waiting: the kernel is busy with a cell";
     else status.textContent = news && going() ? `${words} · changes wait for Restart` : words;
   }
 
@@ -662,6 +782,7 @@ function render({ model, el }) {
 
   function end() {
     ended = true;
+    heard();
     onState();
   }
 
@@ -670,9 +791,25 @@ function render({ model, el }) {
     if (el.closest(".jupyter-widgets-disconnected")) end();
   }
 
+  function heard() {
+    clearTimeout(waiting);
+    waiting = 0;
+    if (late) {
+      late = false;
+      say(said);
+    }
+  }
+
+  // Buttons reach the kernel between two cells; one that is not heard at once is not lost.
   function send(content) {
     try {
       model.send(content);
+      if (content.kind !== "block" && !waiting) {
+        waiting = setTimeout(() => {
+          late = true;
+          say(said);
+        }, 700);
+      }
     } catch (error) {
       console.warn("the message did not reach the kernel", error);
       end();
@@ -695,12 +832,13 @@ function render({ model, el }) {
     send({ kind: model.get("state") === "paused" ? "resume" : "pause" }));
   prompt.addEventListener("input", changed);
 
+  const clock = setInterval(() => { if (silence()) say(said); }, 1000);
   const watch = new ResizeObserver(() => lanes.forEach((lane) => lane.resize()));
   watch.observe(root);
   const events = {
     "msg:custom": onMessage, "change:status": onStatus, "change:state": onState,
-    "change:prompt": onPrompt, "change:settings": onSettings, "comm:close": end,
-    comm_live_update: onConnection,
+    "change:trouble": onStatus, "change:prompt": onPrompt, "change:settings": onSettings,
+    "comm:close": end, comm_live_update: onConnection,
   };
   for (const [name, handler] of Object.entries(events)) model.on(name, handler);
   legends.hidden = true;
@@ -712,6 +850,8 @@ function render({ model, el }) {
 
   return () => {
     watch.disconnect();
+    clearInterval(clock);
+    clearTimeout(waiting);
     for (const [name, handler] of Object.entries(events)) model.off(name, handler);
   };
 }

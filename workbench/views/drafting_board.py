@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from workbench.spec.drafter import Drafter
 
 NOTHING = "nothing"
+Prompts = Literal["all in turn", "this one once"]
+_IN_TURN, _ONCE = get_args(Prompts)
 _SLIDER = 15  # draft tokens a step that the page offers, or twice the trained block if that is more
 
 
@@ -35,7 +37,7 @@ class DraftingSettings:
     """What the controls say; :func:`workbench.spec.decode.decode` explains the first four.
 
     ``beside`` is what runs beside it: ``nothing``, ``plain decoding``, or the second drafter's
-    name.
+    name. ``prompts`` says whether those that the dashboard was given follow the one in the box.
     """
 
     speculative_tokens: int
@@ -43,6 +45,7 @@ class DraftingSettings:
     method: Method = "standard"
     proposals: Proposals = "greedy"
     beside: str = NOTHING
+    prompts: Prompts = _IN_TURN
 
 
 class Drafting(Board):
@@ -86,7 +89,7 @@ class Drafting(Board):
                 "proposals": list(get_args(Proposals)),
                 "beside": self._beside,
                 "live": True,
-                "endless": bool(prompts),
+                "prompts": list(get_args(Prompts)) if prompts else [],
             },
         )
 
@@ -111,6 +114,9 @@ class Drafting(Board):
         if settings.beside not in self._beside:
             known = ", ".join(map(repr, self._beside))
             raise DraftError(f"beside must be one of {known}, not {settings.beside!r:.60}")
+        if settings.prompts not in get_args(Prompts):
+            known = ", ".join(map(repr, get_args(Prompts)))
+            raise DraftError(f"prompts must be one of {known}, not {settings.prompts!r:.60}")
         return settings
 
     def _take(self, prompt: str, settings: Mapping[str, Any]) -> None:
@@ -153,12 +159,23 @@ class Drafting(Board):
             cancel=cancel,
             detail=True,
         )
-        every = (self._prompt, *self._prompts)
+        every = self._every()
         prompt: Callable[[int], str] = lambda request: every[request % len(every)]  # noqa: E731
         assert self.beam.tokenizer is not None  # for the type checker: looked at by drafting()
         lane = Lane(name, self.beam.tokenizer, slots=slots, prompt=prompt)
-        steps = cycling(decoding, every) if self._prompts else decoding
+        steps = cycling(decoding, every) if len(every) > 1 else decoding
         return lane, Source(name=name, steps=steps)
+
+    def _every(self) -> tuple[str, ...]:
+        """The prompts of a run, in turn."""
+        more = self._prompts if self.settings.prompts == _IN_TURN else ()
+        return (self._prompt, *more)
+
+    def _where(self) -> str:
+        request, every = self.lanes[0].request if self.lanes else None, self._every()
+        if request is None or len(every) == 1:
+            return ""
+        return f"prompt {1 + request % len(every)} of {len(every)}"
 
     def _end(self, run: Run) -> str:
         reasons = {
@@ -205,6 +222,7 @@ def _to_page(settings: DraftingSettings) -> dict[str, Any]:
         "method": settings.method,
         "proposals": settings.proposals,
         "beside": settings.beside,
+        "prompts": settings.prompts,
     }
 
 
@@ -221,6 +239,7 @@ def _from_page(data: Mapping[str, Any], before: DraftingSettings) -> DraftingSet
         method=data.get("method", before.method),
         proposals=data.get("proposals", before.proposals),
         beside=str(data.get("beside", before.beside)),
+        prompts=data.get("prompts", before.prompts),
     )
 
 
@@ -252,7 +271,7 @@ def drafting(
         max_new_tokens, speculative_tokens, sampling, method, proposals, stop_at_eos: as
             :func:`workbench.spec.decode.decode` takes them; the page changes some of them.
         prompts: further prompts: the run then goes through all of them for ever, until it is
-            stopped.
+            stopped, or takes the one in the box alone; a menu chooses.
         autostart: begin as soon as a page shows it (and only then: a notebook that runs without a
             page decodes nothing here).
 

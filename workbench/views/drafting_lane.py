@@ -25,8 +25,9 @@ _CANDIDATES = 6  # of a slot, shown under it
 _NUMBER: dict[Kind, int] = {kind: number for number, kind in enumerate(KINDS)}
 PROMPT = -1  # in the place of a kind: text that was given, not written
 
-# text, kind's number, step, slot (-1: none), confidence (-1: none), 1 if it stands for no text
-Piece = tuple[str, int, int, int, float, int]
+# text, kind's number, step, slot (-1: none), confidence (-1: none), 1 if it stands for no text,
+# request
+Piece = tuple[str, int, int, int, float, int, int]
 
 
 class Lane:
@@ -36,10 +37,14 @@ class Lane:
 
     Attributes:
         name: as the page calls it.
-        source: where the steps come from, such as "measured here".
+        source: where the steps come from: "measured here" or "recorded". A recording may have kept
+            a part of the candidates.
         steps: the last steps, oldest first.
         pieces: the last tokens as text.
         tokens: emitted so far.
+        request: whose text is, or was last, followed; None before the first step.
+        refused, offered: draft events that the target corrected, of those whose candidates are
+            known; and how many of these had the target's token among the candidates.
         timed_seconds, timed_tokens: of all decode steps but the first.
     """
 
@@ -62,6 +67,8 @@ class Lane:
         self.finished: str | None = None
         self._tokenizer, self._prompt = tokenizer, prompt
         self._tally = Tally(slots)
+        self.request: int | None = None
+        self.refused = self.offered = self._choice = 0
         self._decoded = 0
         self._shown: int | None = None
         self._stream: Any = None
@@ -90,6 +97,7 @@ class Lane:
             self.counts.update(part.kinds)
             if part.drafted:
                 self._event(part.accepted)
+                self._refusal(part)
             if part.token_ids:
                 self._last[part.request] = part.token_ids[-1]
             new += self._write(step, part)
@@ -124,6 +132,14 @@ class Lane:
                     return
             self._line.append(self._point())
 
+    def _refusal(self, part: RequestStep) -> None:
+        """Whether the selector could have been right where the target refused a draft."""
+        if part.kinds and part.kinds[-1] == "corrected" and part.accepted < len(part.candidates):
+            ids = part.candidates[part.accepted]
+            self.refused += 1
+            self.offered += part.token_ids[-1] in ids
+            self._choice = max(self._choice, len(ids))
+
     def _point(self) -> tuple[int, float, float]:
         recent = 1 + self._recent_sum / len(self._recent)
         return self.tokens, round(1 + self._accepted / self._events, 3), round(recent, 3)
@@ -131,9 +147,12 @@ class Lane:
     def _write(self, step: Step, part: RequestStep) -> list[Piece]:
         if self._shown is None:
             self._shown, self._stream = part.request, self._tokenizer.decode_stream()
+            self.request = part.request
             again = "\n\n" if self.pieces else ""
             given = again + printable(self._prompt(part.request))
-            pieces: list[Piece] = [(given, PROMPT, step.index, -1, -1, 0)] if given else []
+            pieces: list[Piece] = (
+                [(given, PROMPT, step.index, -1, -1, 0, part.request)] if given else []
+            )
         elif part.request == self._shown:
             pieces = []
         else:
@@ -146,10 +165,10 @@ class Lane:
             drafted = kind == "accepted"
             sure = part.confidences[slot] if drafted and slot < len(part.confidences) else -1.0
             pieces.append((text, _NUMBER[kind], step.index, slot if drafted else -1,
-                           round(sure, 3), stands))  # fmt: skip
+                           round(sure, 3), stands, part.request))  # fmt: skip
         if part.finished is not None:
             if rest := printable(self._stream.flush()):
-                pieces.append((rest, _NUMBER["plain"], step.index, -1, -1, 0))
+                pieces.append((rest, _NUMBER["plain"], step.index, -1, -1, 0, part.request))
             self._shown = None
         return pieces
 
@@ -231,12 +250,24 @@ class Lane:
             return []
         length = acceptance.length_pooled
         rate = acceptance.rate_drafted
+        counted = f"n = {plural(acceptance.events, 'draft event')}, at most {self.slots + 1}"
+        fates = f"{acceptance.rejected:,} rejected, {acceptance.trimmed:,} trimmed"
         return [
             ["acceptance length", "undefined" if length is None else f"{length:.2f}",
-             f"n = {plural(acceptance.events, 'draft event')}{health(acceptance)}"],
+             f"{counted}{health(acceptance)}"],
             ["drafts accepted", "undefined" if rate is None else f"{rate:.0%}",
-             f"{acceptance.accepted:,} of {acceptance.drafted:,}, {acceptance.trimmed:,} trimmed"],
+             f"of {acceptance.drafted:,}: {fates}"],
+            *self._missed(),
         ]  # fmt: skip
+
+    def _missed(self) -> list[list[str]]:
+        """At the refused slots: the selector's mistakes, beside those that no selector mends."""
+        share = over(self.offered, self.refused)
+        if share is None:
+            return []
+        slots = plural(self.refused, "refused slot")
+        label = f"target's token among the {self._choice}"  # candidates of a slot
+        return [[label, f"{share:.0%}", f"{self.offered:,} of {slots}{self._kept}"]]
 
     # -- blocks -----------------------------------------------------------------------------------
 
@@ -287,7 +318,23 @@ class Lane:
             made["candidates"] = [
                 self._candidates(part, slot) for slot in range(len(part.candidates))
             ]
+            if own and part.kinds[-1] == "corrected" and part.accepted < len(part.candidates):
+                made["rank"] = self._rank(part)
         return made
+
+    @property
+    def _kept(self) -> str:
+        return ", of those recorded" if self.source == "recorded" else ""
+
+    def _rank(self, part: RequestStep) -> str:
+        """Which candidate of the refused slot, by realized score, the target's token is."""
+        ids, scores = part.candidates[part.accepted], part.scores[part.accepted]
+        token = part.token_ids[-1]
+        if token not in ids:
+            return f"none of the {len(ids)} candidates{self._kept}"
+        own = scores[ids.index(token)]
+        place = 1 + sum(score > own for score in scores)
+        return f"candidate {place} of {len(ids)}{self._kept}"
 
     def _label(self, token_id: int) -> str:
         found = self._labels.get(token_id)
@@ -298,19 +345,24 @@ class Lane:
         return found
 
     def _candidates(self, part: RequestStep, slot: int) -> list[list[Any]]:
-        """Best realized score first, the one that was taken always among them."""
+        """Best realized score first. In the last place is 1 for the one that was taken and 2 for
+        the one that the target wrote instead; these are never left out."""
         ids, scores = part.candidates[slot], part.scores[slot]
         unary = part.unary[slot] if part.unary else ()
         order = sorted(range(len(ids)), key=lambda i: (-scores[i], i))
         taken = next((i for i in order if ids[i] == part.drafted[slot]), None)
-        some: Sequence[int] = order[:_CANDIDATES]
-        if taken is not None and taken not in some:
-            some = [*some[:-1], taken]
+        right = None
+        if slot == part.accepted and part.kinds and part.kinds[-1] == "corrected":
+            right = next((i for i in order if ids[i] == part.token_ids[-1]), None)
+        named = {i for i in (taken, right) if i is not None}
+        best: Sequence[int] = [i for i in order if i not in named][: _CANDIDATES - len(named)]
+        some = [i for i in order if i in named or i in best]
         rows: list[list[Any]] = []
         for i in some:
             own = round(unary[i], 1) if unary else None
             name = self._label(ids[i])
-            rows.append([name, own, round(scores[i], 1), int(i == taken)])
+            mark = 1 if i == taken else 2 if i == right else 0
+            rows.append([name, own, round(scores[i], 1), mark])
         return rows
 
 

@@ -24,6 +24,7 @@ _HERE = Path(__file__).parent
 _BLOCKS = 24  # sent at most: more than a wide page has room for
 _SENT = 600  # pieces of text in one message; a faster run leaves out the middle
 PLAIN = "plain decoding"
+_BUTTONS = ("start", "step", "pause", "resume", "stop")
 
 
 class DraftingWidget(anywidget.AnyWidget):
@@ -31,8 +32,9 @@ class DraftingWidget(anywidget.AnyWidget):
 
     To the page: ``reset`` (which lanes there are) and ``update`` (new text, last blocks, figures),
     at most ten a second, and ``block``, the answer to the page's ``block``: one block with its
-    candidates. From the page: ``start``, ``step``, ``pause``, ``resume``, ``stop``, and ``ready``
-    when a view of it has been drawn.
+    candidates (None where it is no longer kept), and ``heard``, which answers each button: a kernel
+    that is busy with a cell hears nothing. From the page: ``start``, ``step``, ``pause``,
+    ``resume``, ``stop``, and ``ready`` when a view of it has been drawn.
     """
 
     _esm = (_HERE / "drafting.js").read_text("utf-8")
@@ -40,6 +42,7 @@ class DraftingWidget(anywidget.AnyWidget):
     prompt = traitlets.Unicode().tag(sync=True)
     state = traitlets.Unicode("ready").tag(sync=True)  # ready, running, paused, ended
     status = traitlets.Unicode("").tag(sync=True)
+    trouble = traitlets.Bool(False).tag(sync=True)  # the status says what went wrong
     settings = traitlets.Dict().tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)
     look = traitlets.Dict().tag(sync=True)
@@ -146,19 +149,21 @@ class Board(Dashboard):
         self.lanes = list(lanes)
         self.run = Run(owner, sources, self._show, cancel=cancel, paused=paused)
         self._reset()
-        self.widget.state = "paused" if paused else "running"
+        self.widget.state, self.widget.trouble = "paused" if paused else "running", False
         self.widget.status = "reading the prompt"
         self.run.start()
 
     def _refuse(self, error: WorkbenchError) -> None:
         """Say why there is no run; one that went before has been ended."""
         self.run = None
-        self.widget.state, self.widget.status = "ready", str(error)
+        self.widget.state, self.widget.status, self.widget.trouble = "ready", str(error), True
 
     def _message(self, _: Any, content: Any, __: Any) -> None:
         if not isinstance(content, dict):
             return
         kind = content.get("kind")
+        if kind in _BUTTONS:
+            self.widget.send({"kind": "heard"})
         if kind in ("start", "step") and isinstance(content.get("settings"), dict):
             going = self.run is not None and self.run.decoding
             if kind == "step" and going:
@@ -200,8 +205,8 @@ class Board(Dashboard):
         with self._page:
             if 0 <= lane < len(self.lanes):
                 found = self.lanes[lane].block(step, request)
-                if found is not None:
-                    self.widget.send({"kind": "block", "lane": lane, "block": found})
+                answer = {"kind": "block", "lane": lane, "step": step, "block": found}
+                self.widget.send(answer)
 
     def _reset(self) -> None:
         lanes = [{"name": lane.name, "slots": lane.slots} for lane in self.lanes]
@@ -238,15 +243,23 @@ class Board(Dashboard):
         with self._page:
             if self.run is not None:
                 self.widget.state, self.widget.status = self._now(self.run)
+                self.widget.trouble = self.run.error is not None
 
     def _now(self, run: Run) -> tuple[str, str]:
-        steps = plural(sum(lane.seen for lane in self.lanes), "step")
+        each = [f"{lane.seen:,}" for lane in self.lanes[:-1]]
+        steps = " + ".join([*each, plural(self.lanes[-1].seen, "step")]) if self.lanes else ""
+        where = self._where()
+        steps = f"{steps} · {where}" if where else steps
         if run.error is not None:
             return "ended", f"{type(run.error).__name__}: {run.error}"
         if not run.decoding:
             return "ended", f"{steps} · {self._end(run)}"
         state = "paused" if run.paused else "running"
         return state, f"{steps} · {state}"
+
+    def _where(self) -> str:
+        """What is being read, for the status; empty where there is only one thing."""
+        return ""
 
     def _end(self, run: Run) -> str:
         return "stopped" if run.cancelled else "over"
@@ -257,4 +270,4 @@ def last_pieces(pieces: Sequence[Piece]) -> list[Piece]:
     if len(pieces) <= _SENT:
         return list(pieces)
     left_out = plural(len(pieces) - _SENT, "token")
-    return [(f"\n… {left_out} not shown …\n", PROMPT, 0, -1, -1, 0), *pieces[-_SENT:]]
+    return [(f"\n… {left_out} not shown …\n", PROMPT, 0, -1, -1, 0, -1), *pieces[-_SENT:]]

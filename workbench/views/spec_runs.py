@@ -119,6 +119,8 @@ def _speeds(fig: go.Figure, rates: Mapping[str, float | None], up: float) -> Non
             hoverinfo="skip", showlegend=False,
         )
     )  # fmt: skip
+    first = theme.short_token(next(iter(rates)), _LONGEST)
+    of = f"; × {theme.plain(first)}" if len(rates) > 1 else ""
     end = max(value for value in values if value == value)
     fig.add_trace(
         go.Scatter(
@@ -130,7 +132,7 @@ def _speeds(fig: go.Figure, rates: Mapping[str, float | None], up: float) -> Non
     )  # fmt: skip
     fig.update_layout(
         xaxis3={"domain": [0.58, 1], "anchor": "y3", "range": [0, end * 2.0],
-                "title": {"text": theme.ink("tokens/s, decode steps")}, "nticks": 5},
+                "title": {"text": theme.ink(f"tokens/s, decode steps{of}")}, "nticks": 5},
         yaxis3={"domain": [0, up], "anchor": "x3", "range": [len(values) - 0.4, -0.6],
                 "showticklabels": False, "showgrid": False},
     )  # fmt: skip

@@ -55,7 +55,8 @@ def speculative_speed(result: Any, *, source: str | None = None) -> View:
     speeds = [(name, rate, theme.NEUTRAL if name == "plain" else theme.SPARSE,
                "" if name == "plain" else ".") for name, rate in rates.items()]  # fmt: skip
     _columns(fig, passes, "", "ms", first)
-    _columns(fig, speeds, "2", "tokens/s", rates.get("plain"))
+    # No ratio over these: that of two medians is not the title's, the median of the pairs' ratios.
+    _columns(fig, speeds, "2", "tokens/s", None)
     fig.update_layout(
         xaxis={"title": {"text": theme.ink("the target's pass by rows; the drafter's pass")}},
         yaxis={"title": {"text": theme.ink("ms")}},
@@ -78,7 +79,9 @@ def _spread(data: Mapping[str, Any]) -> str:
     low, high = _number(data.get("speedup_low")), _number(data.get("speedup_high"))
     if low is None or high is None:
         return ""
-    return f" · speed-up {low:.2f} to {high:.2f} over the runs (10th to 90th percentile)"
+    pairs = _number(data.get("pairs"))
+    of = f"median of {plural(int(pairs), 'pair')}" if pairs else "median"
+    return f" · {of}, 10th to 90th percentile {low:.2f} to {high:.2f}"
 
 
 def _rates(data: Mapping[str, Any]) -> dict[str, float | None]:
