@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from workbench.model.presets import beam_501b_dflash2
+from workbench.model.presets import beam_501b_dflash2, bundled_drafter, resolve
 
 FULL = 9 * 2 * 8 * 128
 
@@ -136,14 +136,35 @@ def test_a_drafter_s_folder_gives_its_shape(tmp_path: Path) -> None:
     assert len(value["engine"]["groups"]) == 53  # groups as thin as the rarest kind of layer
 
 
+@pytest.fixture
+def alone(tmp_path: Path) -> str:
+    """A model that no drafter is known for."""
+    (tmp_path / "config.json").write_text(resolve("beam-tiny").config.to_json())
+    return str(tmp_path)
+
+
+def test_a_model_without_a_drafter_has_none_to_count(alone: str) -> None:
+    tiny = document("plan", alone, "--gpu", "H200", "--context", "99", "--drafter", "org/x")
+    assert tiny["per_gpu"]["weights"]["drafter"] == 0
+    assert any("not counted" in note for note in tiny["notes"])
+    refused = run("kv", alone, "--context", "9", "--drafter", code=1)
+    assert "no drafter is known for" in refused.stderr
+
+
+def test_a_bundled_drafter_is_counted_and_not_assumed() -> None:
+    tiny = document("plan", "beam-tiny", "--gpu", "H200", "--context", "99")
+    stored = bundled_drafter("beam-tiny")
+    assert stored is not None
+    size = (stored / "model.safetensors").stat().st_size
+    assert tiny["per_gpu"]["weights"]["drafter"] == pytest.approx(size, rel=1e-2)
+    assert not any("assumed" in note for note in tiny["notes"])
+
+
 def test_a_drafter_that_is_not_here_is_assumed_and_said() -> None:
     asked = ("plan", "beam-501b", "--gpu", "GB200", "--gpus", "8", "--weights", "nvfp4")
     value = document(*asked, "--context", "4096", "--drafter", "org/drafter")
     assert value["per_gpu"]["weights"]["drafter"] > 0
     assert any("counted as beam-501b-dflash2" in note for note in value["notes"])
-    tiny = document("plan", "beam-tiny", "--gpu", "H200", "--context", "99", "--drafter", "org/x")
-    assert tiny["per_gpu"]["weights"]["drafter"] == 0
-    assert any("not counted" in note for note in tiny["notes"])
     preset = document(*asked, "--context", "4096")["notes"]
     assert any("shape is assumed: counted as beam-501b-dflash2" in note for note in preset)
     plain = document(*asked, "--context", "4096", "--no-speculation")["notes"]
@@ -190,7 +211,6 @@ def test_pages_say_how_each_figure_is_known() -> None:
             "contradict each other",
         ),
         ("kv beam-501b --context 9 --drafter-config /nowhere", "unknown drafter '/nowhere'"),
-        ("kv beam-tiny --context 9 --drafter", "no drafter is known for 'beam-tiny'"),
         ("kv beam-tiny --context 4096", "from 1 to 2,048"),
         ("plan beam-501b --gpu A100 --gpus 8 --context 9", "unknown GPU 'A100'"),
         ("plan beam-501b --gpu H200 --gpus 0 --context 9", "gpus must be a whole number"),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from workbench.cli_drafting import DrafterFolder, SpeculativeTokens, doubt
+from workbench.cli_drafting import DrafterFolder, SpeculativeTokens
 from workbench.cli_options import Device, Json, Model, NewTokens, Precision, answer, load_model
 from workbench.cli_trace import PromptCount, PromptFiles, PromptTexts, PromptTokens
 
@@ -72,6 +72,8 @@ def speculative(
         )
     document = result.to_dict()
     write_document(out, document)
+    from workbench.spec.doubt import doubt
+
     if (said := doubt(result.acceptance, 0.0)) is not None:
         note(f"workbench: {said}")
     if json:

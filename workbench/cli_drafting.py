@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from workbench.model.sampling import Sampling
     from workbench.spec.drafter import Drafter
     from workbench.spec.loop import Decoding
-    from workbench.spec.metrics import Acceptance
     from workbench.spec.trace import TraceWriter
 
 
@@ -62,10 +61,6 @@ Proposals = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the trace file if there is one.")
 ]
-
-
-_BLOCKS_TO_JUDGE = 16
-_HARDLY_ANY = 0.05  # of the first drafts of blocks; a token guessed at random is accepted less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,23 +120,6 @@ class Drafting:
         if self.no_draft:
             return "without a drafter"
         return f"without a drafter (none is bundled with {beam.name})"
-
-
-def doubt(acceptance: Acceptance, temperature: float) -> str | None:
-    """What to say where next to nothing is accepted: output is right then, and nothing is gained.
-
-    Above temperature 1 the target itself may be hard to guess, so nothing is said.
-    """
-    if acceptance.events < _BLOCKS_TO_JUDGE or temperature > 1:
-        return None
-    first = acceptance.survival[0]
-    if first is None or first >= _HARDLY_ANY:
-        return None
-    return (
-        f"the target accepted {acceptance.accepted:,} of {acceptance.admitted:,} drafts: is the "
-        "drafter trained for this target, with these target_layer_ids and this mask_token_id? "
-        "--no-draft is faster"
-    )
 
 
 @contextmanager

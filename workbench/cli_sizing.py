@@ -258,10 +258,11 @@ def _drafter_of_plan(model: str, drafter: str | None) -> tuple[DFlash2Config | N
     name = drafter_of(model)
     if name is None:
         return None, ""
-    note = assumed_drafter(name)
+    known = resolve_drafter(name)
     if given is not None:
-        note = f"{shown(given)} is not here; {note}"
-    return resolve_drafter(name).config, note
+        return known.config, f"{shown(given)} is not here; {assumed_drafter(name)}"
+    # A bundled one has its shape from its own config.json.
+    return known.config, assumed_drafter(name) if known.folder is None else ""
 
 
 def _gpu(name: str) -> tuple[GpuSheet, int]:

@@ -16,7 +16,6 @@ from workbench.cli_drafting import (
     Overwrite,
     Proposals,
     SpeculativeTokens,
-    doubt,
     trace_of,
 )
 from workbench.cli_options import (
@@ -102,6 +101,8 @@ def generate(
                 written = new
                 print(printable(new) if terminal else new, end="", flush=True)
     result, acceptance = decoding.generations[0], tally.acceptance()
+    from workbench.spec.doubt import doubt
+
     if (said := doubt(acceptance, temperature)) is not None:
         note(f"workbench: {said}")
     if json:

@@ -15,7 +15,6 @@ from workbench.cli_drafting import (
     Overwrite,
     Proposals,
     SpeculativeTokens,
-    doubt,
     trace_of,
 )
 from workbench.cli_options import (
@@ -291,6 +290,8 @@ def _told(out: Path, interrupted: bool, json: bool) -> None:
     from workbench.terminal import note, printable
 
     trace = _read(out)
+    from workbench.spec.doubt import doubt
+
     if (said := doubt(trace.acceptance(), trace.header["sampling"]["temperature"])) is not None:
         note(f"workbench: {said}")
     if json:

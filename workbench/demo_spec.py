@@ -12,6 +12,7 @@ from rich.text import Text
 
 from workbench.demo import REDRAW_SECONDS, Written, context_bar
 from workbench.model.generate import Generation
+from workbench.spec.doubt import doubt
 from workbench.spec.loop import Decoding
 from workbench.spec.metrics import Tally
 from workbench.spec.step import RequestStep, Step
@@ -79,6 +80,12 @@ class _Run:
             f"context {self.used} of {self.limit}"
         )
 
+    def doubt(self) -> None:
+        """Say it when next to nothing was accepted."""
+        said = doubt(self.tally.acceptance(), self.decoding.settings.sampling.temperature)
+        if said is not None:
+            note(f"workbench: {said}")
+
     def status(self) -> list[Text]:
         """The lines under the text."""
         length = self.tally.acceptance().length_pooled
@@ -128,6 +135,7 @@ def run_terminal(decoding: Decoding, prompt: str) -> None:
         written.done = True
         written.draw(live)
     console.print(Text(run.summary(), style="dim"))
+    run.doubt()
 
 
 def _run_plain(run: _Run, prompt: str) -> None:
@@ -141,6 +149,7 @@ def _run_plain(run: _Run, prompt: str) -> None:
         run.stop()
     print(flush=True)
     note(run.summary())
+    run.doubt()
 
 
 def run_json(decoding: Decoding, prompt: str) -> None:

@@ -143,6 +143,12 @@ def check(page: dict[str, Any], pair: tuple[Beam, Drafter]) -> list[Step]:
     assert found.length_pooled is not None
     assert page["tiles"]["acceptance length"][1] == f"{found.length_pooled:.2f}"
     assert page["tiles"]["acceptance length"][2].startswith(f"n = {found.events} draft event")
+    refused = [r for step in steps for r in step.requests if r.kinds[-1] == "corrected"]
+    offered = sum(r.token_ids[-1] in r.candidates[r.accepted] for r in refused)
+    if refused:
+        tile = page["tiles"]["target's token among the 16"]
+        assert tile[1] == f"{offered / len(refused):.0%}"
+        assert tile[2].startswith(f"{offered} of {len(refused)} refused slot")
     assert page["tiles"]["drafts accepted"][1] == f"{found.rate_drafted:.0%}"
     assert float(page["tiles"]["tokens/s"][1].replace(",", "")) > 0
     assert page["counts"] == list(found.histogram)
@@ -203,6 +209,19 @@ def test_watch_hold_step_and_stop(
         inside = read(notebook)
         assert inside["taken"] == names
         assert inside["inside"][1 : 1 + len(names)] == names
+        # A token in the text pins its block, also one that has left the strip, until it is let go.
+        words = page.locator(".bw-draft-inside-words")
+        page.locator(".bw-draft-token[data-step='1']").first.click()
+        notebook.until(
+            f"() => {_BOARD}.querySelector('.bw-draft-inside-words').textContent"
+            ".startsWith('pinned · step 1:')"
+        )
+        notebook.until(f"n => {_BOARD}.querySelectorAll('.bw-draft-taken').length === n",
+                       argument=len(steps[1].requests[0].drafted))  # fmt: skip
+        assert page.locator(".bw-draft-pointed").count() == len(steps[1].requests[0].token_ids)
+        page.locator(".bw-draft-release").click()
+        assert (words.text_content() or "").startswith(f"step {len(steps) - 1}:")
+        assert page.locator(".bw-draft-pointed").count() == 0
         page.locator(".bw-draft").screenshot(path=screenshots / "04-board-light.png")
         notebook.theme("JupyterLab Dark")
         page.wait_for_timeout(300)
@@ -227,6 +246,12 @@ def test_watch_hold_step_and_stop(
         notebook.until(f"() => {_BOARD}.dataset.state === 'running'")
         notebook.command("notebook:interrupt-kernel")
         notebook.until(f"() => {_BOARD}.dataset.state === 'ended'")
+
+        # What cannot be is said, and marked as what went wrong; the keyboard starts, too.
+        page.locator(".bw-draft-prompt").fill("")
+        page.keyboard.press("Control+Enter")
+        notebook.until(f"() => {_BOARD}.querySelector('.bw-draft-trouble')")
+        assert "empty" in page.locator(".bw-draft-status").inner_text()
 
         # Text is text, also in the prompt.
         hostile = "<img src=x onerror=document.title='hit'>"

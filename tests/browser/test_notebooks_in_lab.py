@@ -219,6 +219,7 @@ def expected_lines(
 
 
 @torch.inference_mode()
+@pytest.mark.full  # make test has the live boards of 00 and 04
 def test_inside_beam(
     lab: Lab,
     browser: "playwright.Browser",

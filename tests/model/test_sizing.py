@@ -365,7 +365,7 @@ def test_drafter_config_names_what_is_wrong(change: dict[str, Any], says: str) -
         ({"target_layer_ids": []}, "ascending order"),
         ({"mask_token_id": 163_840}, "mask_token_id must be a token id below 163840"),
         ({"conv_group_size": 7}, "must divide hidden_size"),
-        ({"selector_top_k": 200_000}, "exceeds vocab_size"),
+        ({"selector_top_k": 200_000}, "selector_top_k must be at most 256"),
         ({"final_logit_softcapping": None}, "final_logit_softcapping must be a positive number"),
     ],
 )

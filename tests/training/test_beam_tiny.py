@@ -62,6 +62,7 @@ def held_out_sources() -> list[str]:
     return texts
 
 
+@pytest.mark.full
 def test_held_out_code_is_under_the_bar_and_no_expert_is_dead(beam: Beam) -> None:
     with counted_experts(beam) as counts:
         result = bits_per_byte(beam, held_out_sources())

@@ -299,3 +299,16 @@ def test_the_bundled_record_can_be_drawn() -> None:
     view = views.training_curve(record)
     assert len(view.figure.data[0].x) == len(record["losses"])
     assert len(json.dumps(view._repr_mimebundle_())) < 30_000
+
+
+def test_a_selector_that_had_no_label_to_judge_is_a_gap_and_not_perfect() -> None:
+    record = {
+        "losses": [[1, 8.0, 8.0, 0.0, 0.0], [2, 7.5, 7.0, 2.5, 0.25]],
+        "drafter": {"vocab_size": 64, "dflash_config": {"selector_top_k": 4}},
+    }
+    view = views.training_curve(record)
+    assert view.figure is not None
+    selector = next(t for t in view.figure.data if "selector" in t.name)
+    assert np.isnan(selector.y[0])
+    assert selector.y[1] == 2.5
+    assert "selector 2.50 to 2.50" in view.text

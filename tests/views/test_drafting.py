@@ -434,7 +434,8 @@ def test_a_refusal_says_whether_the_selector_could_have_been_right() -> None:
     ranks = ["candidate 4 of 8", "candidate 8 of 8", "none of the 8 candidates"]
     assert [block and block["rank"] for block in blocks] == ranks
     lane.source = "recorded"  # perhaps not all of them
-    assert (lane.block(2, 0) or {})["rank"] == "none of the 8 candidates, of those recorded"
+    assert lane.figures()["tiles"][-1][0] == "target's token among the 8 kept"
+    assert (lane.block(2, 0) or {})["rank"] == "none of the 8 candidates kept"
     marks = [[row[3] for row in block["candidates"][1]] for block in blocks if block]
     # Six are shown: the drafted one (1) and the target's (2) always, else the best.
     assert marks == [[1, 0, 0, 2, 0, 0], [1, 0, 0, 0, 0, 2], [1, 0, 0, 0, 0, 0]]

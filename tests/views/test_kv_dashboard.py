@@ -12,6 +12,7 @@ import pytest
 
 from workbench import views
 from workbench.errors import WorkbenchError
+from workbench.model.presets import resolve
 from workbench.model.sizing import ENGINE
 from workbench.views.kv_dashboard import MemoryDashboard
 from workbench.views.view import PLOTLY
@@ -281,8 +282,12 @@ def test_a_saved_notebook_keeps_figure_and_text(memory: MemoryDashboard) -> None
     assert memory.view().text == memory.text
 
 
-def test_a_small_model_without_a_drafter() -> None:
-    tiny = views.size_memory("beam-tiny", gpus=2, weights="bf16")
+def test_a_small_model_without_a_drafter(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(resolve("beam-tiny").config.to_json())
+    with pytest.raises(WorkbenchError, match="no drafter is known"):
+        views.size_memory(str(tmp_path), drafter=True)
+    assert not views.size_memory("beam-tiny", gpus=2, weights="bf16").controls.drafter.disabled
+    tiny = views.size_memory(str(tmp_path), gpus=2, weights="bf16")
     assert tiny.plan.kv.settings.context == 2048
     assert tiny.controls.drafter.disabled
     assert options(tiny.controls.tp) == [1, 2]
@@ -305,7 +310,6 @@ def test_a_small_model_without_a_drafter() -> None:
         ({"weights": "int3"}, "unknown weights"),
         ({"account": "best"}, "unknown account"),
         ({"kv_dtype": "fp4"}, "unknown KV dtype"),
-        ({"model": "beam-tiny", "drafter": True}, "no drafter is known"),
         ({"model": "no-such-model"}, "unknown model"),
     ],
 )

@@ -231,7 +231,7 @@ def training_curve(record: Mapping[str, Any], *, source: str = "measured here") 
         unit = "%{y:.1%}" if axis else "%{y:.2f} nats"
         fig.add_trace(
             go.Scatter(
-                x=step, y=np.array([row[at] for row in rows], np.float32), name=theme.ink(name),
+                x=step, y=_column(rows, at), name=theme.ink(name),
                 mode="lines" if len(rows) > 1 else "markers", xaxis=f"x{axis}", yaxis=f"y{axis}",
                 line={"color": color, "dash": dash, "width": 2},
                 hovertemplate=f"step %{{x}}: {name} {unit}<extra></extra>",
@@ -245,12 +245,20 @@ def training_curve(record: Mapping[str, Any], *, source: str = "measured here") 
         xref="x domain", xanchor="right", y=nothing, yref="y", yanchor="bottom",
     )  # fmt: skip
     first, last = rows[0], rows[-1]
+    judged = [row[2] for row in rows if row[3] > 0]
+    selector = f"{judged[0]:.2f} to {judged[-1]:.2f}" if judged else "never judged"
     return View(
         figure=fig,
         text=f"steps {first[0]:,} to {last[0]:,}: backbone {first[1]:.2f} to {last[1]:.2f} nats a "
-        f"slot, selector {first[2]:.2f} to {last[2]:.2f}\nlabel among the {kept} candidates: "
+        f"slot, selector {selector}\nlabel among the {kept} candidates: "
         f"{first[3]:.0%} to {last[3]:.0%}",
     )
+
+
+def _column(rows: list[tuple[int, float, float, float]], at: int) -> np.ndarray:
+    """One of the columns; the selector's loss is none where no label was among its candidates."""
+    nan = float("nan")
+    return np.array([nan if at == 2 and not r[3] else r[at] for r in rows], np.float32)
 
 
 def _sizes(drafter: Mapping[str, Any]) -> tuple[int, int]:

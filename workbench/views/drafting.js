@@ -530,7 +530,7 @@ class Lane {
       tile.append(make("div", "small", label), make("div", "value", value));
       tile.append(make("div", "small", note));
       tile.dataset.label = label;
-      tile.title = MEANING[label.replace(/ \d+$/, "")] ?? "";
+      tile.title = MEANING[label.replace(/ \d+( kept)?$/, "")] ?? "";
       return tile;
     }));
     if (item.blocks) this.blocks.update(item.blocks);

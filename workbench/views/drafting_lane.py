@@ -266,8 +266,8 @@ class Lane:
         if share is None:
             return []
         slots = plural(self.refused, "refused slot")
-        label = f"target's token among the {self._choice}"  # candidates of a slot
-        return [[label, f"{share:.0%}", f"{self.offered:,} of {slots}{self._kept}"]]
+        label = f"target's token among the {self._choice}{self._kept}"  # candidates of a slot
+        return [[label, f"{share:.0%}", f"{self.offered:,} of {slots}"]]
 
     # -- blocks -----------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class Lane:
 
     @property
     def _kept(self) -> str:
-        return ", of those recorded" if self.source == "recorded" else ""
+        return " kept" if self.source == "recorded" else ""
 
     def _rank(self, part: RequestStep) -> str:
         """Which candidate of the refused slot, by realized score, the target's token is."""
