@@ -60,7 +60,7 @@ def press(notebook: Notebook, word: str) -> None:
     notebook.page.locator(f".bw-kernels button:text-is('{word}')").click()
 
 
-@pytest.mark.full  # make test has the live boards of 00 and 04
+@pytest.mark.full  # make test has the live board of 04
 def test_kernels(lab: Lab, browser: "playwright.Browser", screenshots: Path) -> None:
     with open_notebook(browser, lab, "03_kernels.ipynb") as notebook:
         page = notebook.page

@@ -112,6 +112,7 @@ def decode(beam: Beam, prompt: str, count: int, **options: Any) -> str:
     return "".join(token.text for token in tokens)
 
 
+@pytest.mark.full  # make test has the live board of 04
 def test_start_here(lab: Lab, browser: "playwright.Browser", beam: Beam, screenshots: Path) -> None:
     with open_notebook(browser, lab, "00_start_here.ipynb") as notebook:
         page = notebook.page
@@ -219,7 +220,7 @@ def expected_lines(
 
 
 @torch.inference_mode()
-@pytest.mark.full  # make test has the live boards of 00 and 04
+@pytest.mark.full  # make test has the live board of 04
 def test_inside_beam(
     lab: Lab,
     browser: "playwright.Browser",

@@ -197,6 +197,7 @@ NOISY = norm(
 )
 
 
+@pytest.mark.full
 def test_zeros_are_refused_however_loud_they_are(tiny: Shapes) -> None:
     """Megabytes of output neither block the child nor get among its answers."""
     with cell(NOISY, "/tmp/ipykernel_4242/1.py"):
@@ -308,6 +309,7 @@ def test_a_child_starts_no_child(monkeypatch: pytest.MonkeyPatch, tiny: Shapes) 
 # -- what a child may say -----------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_what_a_kernel_writes_on_the_pipe_is_no_verdict(tiny: Shapes) -> None:
     body = """
     for fd in range(3, 40):

@@ -157,6 +157,7 @@ def run_of(right: Iterator[bool] | Any) -> int:
     return count
 
 
+@pytest.mark.full
 def test_sampled_text_has_the_targets_distribution(beam: Beam, drafter: Drafter) -> None:
     """The token behind the first, which is judged against a draft: 50 best tokens and the rest."""
     sampling, samples = Sampling(temperature=0.9, top_p=0.98), 640

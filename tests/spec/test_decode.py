@@ -269,7 +269,7 @@ def test_what_is_sampled_has_the_targets_distribution(
     # 12 ** 3 sequences, exactly; the first token is the prefill's, two are behind drafts.
     sampling, prompt = Sampling(temperature=0.8, top_p=0.95), [4, 1, 7]
     expected = joint(target, prompt, sampling)
-    samples = 8192
+    samples = 4096
     run = decode(
         target, drafter, [prompt] * samples, max_new_tokens=4, sampling=sampling,
         seeds=range(samples), method=method, proposals=proposals, speculative_tokens=3,
@@ -288,7 +288,7 @@ def test_what_is_sampled_has_the_targets_distribution(
     statistic += (hits - rest) ** 2 / rest
     # Wilson and Hilferty: the quantile at a false-alarm rate of 1e-4 (z = 3.719).
     limit = cells * (1 - 2 / (9 * cells) + 3.719 * (2 / (9 * cells)) ** 0.5) ** 3
-    assert cells > 60
+    assert cells > 40
     assert statistic < limit
 
 

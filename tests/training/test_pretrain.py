@@ -105,6 +105,7 @@ def least_loads(settings: TrainingSettings) -> list[float]:
     return [float(load.min() / load.mean()) for load in loads]
 
 
+@pytest.mark.full
 def test_balancing_keeps_every_expert_at_work(make_settings: Make) -> None:
     few = {"steps": 40, "batch": 8, "length": 64}
     balanced = least_loads(make_settings("balanced", balance_rate=0.02, **few))
@@ -155,6 +156,7 @@ def test_interrupted_and_resumed_is_bit_identical_to_uninterrupted(make_settings
     assert (make_settings("untouched").output / "model.safetensors").read_bytes() == weights[0]
 
 
+@pytest.mark.full
 def test_long_runs_log_about_two_hundred_points_and_the_last(make_settings: Make) -> None:
     small = make_settings().model.replace(
         num_hidden_layers=1, layer_types=("full_attention",), mlp_layer_types=("dense",)

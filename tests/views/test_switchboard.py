@@ -139,9 +139,9 @@ def test_a_variant_that_cannot_run_here_is_marked_and_taken_back(tiny: Beam) -> 
     ("body", "says"),
     [
         ('raise RuntimeError("<i>no</i>")', "RuntimeError: <i>no</i>"),
-        ("return logits[:, :-1].float()", "shape"),
-        ("return logits.double()", "dtype"),
-        ("return logits.float() * float('nan')", "refused"),
+        pytest.param("return logits[:, :-1].float()", "shape", marks=pytest.mark.full),
+        pytest.param("return logits.double()", "dtype", marks=pytest.mark.full),
+        pytest.param("return logits.float() * float('nan')", "refused", marks=pytest.mark.full),
     ],
 )
 def test_a_variant_that_fails_its_trial_is_never_selected(
@@ -163,6 +163,7 @@ def test_a_variant_that_fails_its_trial_is_never_selected(
     assert "mine stays out" in board.text
 
 
+@pytest.mark.full
 def test_a_variant_that_does_not_return_is_ended(board: Switchboard, tmp_path: Path) -> None:
     source = "import time\nfrom workbench.kernels import register\n\n\n"
     source += '@register("softcap", "slow")\ndef slow(logits, cap):\n    time.sleep(600)\n'
