@@ -271,5 +271,4 @@ def test_the_recorded_losses_to_the_engine_are_those_that_the_notes_name() -> No
     assert lost == {
         (8, "qkvg", 1024), (4, "qkvg", 1024),  # cuBLAS
         (8, "dense_mlp", 1024), (4, "dense_mlp", 1024), (4, "dense_mlp", 64),  # cuBLAS
-        (8, "candidate_edges", 64), (4, "candidate_edges", 64),  # the launch before the last
     }  # fmt: skip
