@@ -17,7 +17,7 @@ from workbench.model.presets import bundled_drafter
 from workbench.model.sampling import Sampling
 from workbench.spec.decode import decode
 from workbench.spec.drafter import Drafter
-from workbench.spec.metrics import Tally
+from workbench.spec.metrics import Tally, without_repeats
 from workbench.spec.step import Step
 
 PROMPTS: list[str] = json.loads(
@@ -130,6 +130,11 @@ def test_acceptance_length_on_code_it_has_not_seen(few: Both) -> None:
     assert found.length_pooled == pytest.approx(1 + sum(r.accepted for r in events) / len(events))
 
 
+def test_acceptance_length_where_nothing_repeats(few: Both) -> None:
+    """This project's sources are further from what the target knows than other held-out code."""
+    assert without_repeats(few.steps).length_pooled >= 2.6
+
+
 def test_the_selector_beats_the_unary_argmax(beam: Beam, drafter: Drafter) -> None:
     walked = unary = best = 0
     prompts = PROMPTS[:8]
@@ -200,6 +205,7 @@ def test_the_card_says_what_the_files_hold(drafter: Drafter) -> None:
     record = json.loads((folder / "training.json").read_text("utf-8"))
     assert f"{record['held_out']['code']['acceptance_length']:.2f}" in card
     assert f"| `sliding_window` | {drafter.config.sliding_window} |" in card
+    assert record["seconds"] <= 600
     assert drafter.block == 8
     assert len(drafter.taps) == 5
     # What the engine can load: no more layers than the target has full ones, another window.

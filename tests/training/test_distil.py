@@ -281,7 +281,9 @@ def test_bundled_configurations_are_for_the_bundled_target() -> None:
         ({"drafter.selector_rank": None}, "selector_rank is missing"),
         ({"stepz": 3}, "'stepz' is not a training field"),
         ({"prompt_min": 600}, "prompt_min .600. exceeds prompt_max"),
-        ({"response": 5}, "responses of 5 tokens hold no block of 8"),
+        ({"response": 5, "response_min": 0}, "responses of 5 tokens hold no block of 8"),
+        ({"response_min": 6}, "responses of 6 tokens hold no block of 8; raise response_min"),
+        ({"response_min": 193}, r"response_min .193. exceeds response .192."),
         ({"cooldown": 1.5}, "cooldown is a share"),
         ({"temperature": 0.0}, "must be above 0"),
         ({"steps": "many"}, "steps must be a whole number"),
@@ -301,6 +303,34 @@ def test_wrong_settings_are_refused_by_name(change: dict[str, Any], message: str
             where[field] = value
     with pytest.raises(TrainingError, match=message):
         distil_settings_from_dict(data, "f.toml")
+
+
+def test_responses_of_several_lengths_give_steps_of_one_size(make_distil: Make) -> None:
+    """Batches of rows are 16 to 40 tokens long, and a step has as many blocks of either."""
+    settings = make_distil(response=40, response_min=16, responses=96, rows=8, batch=6, anchors=20)
+    run = distil._Run(settings, False, None)
+    run.responses = run._responses(lambda: None)
+    lengths = {r.tokens.shape[1] - r.prompt for r in run.responses}
+    assert lengths <= {16, 32}  # multiples of 16 from the shortest to the longest
+    assert len(lengths) == 2
+    seen = set()
+    for step in range(24):
+        tokens, valid, places = run._batch(step)
+        rows, anchors = places.shape
+        assert len(tokens) == len(valid) == rows
+        prompts = {r.prompt for r in run.responses if r.tokens.shape[1] == tokens.shape[1]}
+        drawn = places[places >= 0]
+        assert int(drawn.min()) >= min(prompts)
+        assert ((places < valid[:, None] - 1) | (places < 0)).all()
+        # 6 rows of 20 blocks; of 15 (a response of 16 has so many places) 8 rows.
+        assert (rows, anchors) in {(6, 20), (8, 15)}
+        seen.add((rows, anchors))
+    assert len(seen) == 2
+
+
+def test_one_length_of_responses_is_the_default(make_distil: Make) -> None:
+    run = distil._Run(make_distil(response=24, responses=16, rows=8), False, None)
+    assert {r.tokens.shape[1] - r.prompt for r in run._responses(lambda: None)} == {24}
 
 
 def test_a_model_is_not_overwritten_by_its_drafter(

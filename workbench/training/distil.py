@@ -59,7 +59,7 @@ REPLAN_EVERY = 20  # steps between two looks at the clock, under a time limit
 
 _SAME_RUN = (
     "seed", "target", "start_from", "batch", "anchors", "responses", "rows", "response",
-    "prompt_min", "prompt_max", "from_start", "sampled_share", "temperature",
+    "response_min", "prompt_min", "prompt_max", "from_start", "sampled_share", "temperature",
 )  # fmt: skip
 
 
@@ -214,12 +214,14 @@ class _Run:
         rng = np.random.default_rng((settings.seed, step))
         sizes = np.array([len(r.valid) for r in self.responses], dtype=np.float64)
         chosen = self.responses[int(rng.choice(len(sizes), p=sizes / sizes.sum()))]
-        rows = torch.from_numpy(rng.integers(0, len(chosen.valid), size=settings.batch))
+        length = chosen.tokens.shape[1]
+        # Of short responses more rows, so that a step always has about as many blocks.
+        anchors = min(settings.anchors, length - chosen.prompt - 1)
+        count = settings.batch * settings.anchors // anchors
+        rows = torch.from_numpy(rng.integers(0, len(chosen.valid), size=count))
         generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
         valid = chosen.valid[rows]
-        places = draw_anchors(
-            valid, chosen.prompt, settings.anchors, chosen.tokens.shape[1], generator
-        )
+        places = draw_anchors(valid, chosen.prompt, anchors, length, generator)
         return tuple(  # type: ignore[return-value]
             x.to(self.device, non_blocking=True) for x in (chosen.tokens[rows], valid, places)
         )

@@ -29,7 +29,8 @@ class DistilSettings:
     # What the target writes for it
     responses: int  # at most this many
     rows: int  # of them at once
-    response: int  # length of one
+    response: int  # length of the longest
+    response_min: int = 0  # of the shortest, every batch of rows has one; 0: as long as 'response'
     prompt_min: int = 64  # every batch of rows has one prompt length
     prompt_max: int = 256
     from_start: float = 0.3  # share of the prompts that begin where their document does
@@ -123,12 +124,17 @@ def distil_settings_from_dict(data: Mapping[str, Any], where: str) -> DistilSett
             f"{where}: prompt_min ({settings.prompt_min}) exceeds prompt_max "
             f"({settings.prompt_max}); lower it"
         )
+    if settings.response_min > settings.response:
+        raise TrainingError(
+            f"{where}: response_min ({settings.response_min}) exceeds response "
+            f"({settings.response}); lower it"
+        )
     if settings.decay == 0 or settings.temperature == 0:
         raise TrainingError(f"{where}: decay and temperature must be above 0")
-    block = table["block_size"]
-    if isinstance(block, int) and settings.response < block:
+    block, shortest = table["block_size"], settings.response_min or settings.response
+    if isinstance(block, int) and shortest < block:
         raise TrainingError(
-            f"{where}: responses of {settings.response} tokens hold no block of {block}; raise "
-            "'response'"
+            f"{where}: responses of {shortest} tokens hold no block of {block}; raise "
+            f"{'response_min' if settings.response_min else 'response'}"
         )
     return settings

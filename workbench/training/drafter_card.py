@@ -109,7 +109,7 @@ def _how(record: Mapping[str, Any]) -> list[str]:
         f"{made.get('tokens', 0):,} tokens, written in {made.get('seconds', 0):g} s; "
         f"{s['sampled_share']:.0%} sampled at temperature {s['temperature']:g}, the others greedy; "
         f"prompts of {s['prompt_min']} to {s['prompt_max']} tokens of the training text, responses "
-        f"of up to {s['response']}, cut {s['repeat_grace']} tokens after they fall into repetition",
+        f"of {_lengths(s)}, cut {s['repeat_grace']} tokens after they fall into repetition",
         "from": "nothing" if s["start_from"] == "nothing" else f"the drafter {s['start_from']}",
         "steps": f"{record['steps']:,} of {s['batch']} sequences with {s['anchors']} blocks each: "
         f"{record['blocks']:,} blocks",
@@ -217,3 +217,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def _lengths(settings: dict[str, Any]) -> str:
+    """How long the responses are that were asked for."""
+    least = settings.get("response_min")
+    return f"{least} to {settings['response']}" if least else f"up to {settings['response']}"

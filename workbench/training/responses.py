@@ -31,10 +31,11 @@ def write_responses(
 ) -> Responses:
     """One batch of rows that the target continues, on the CPU, rows with too little left out."""
     rng = np.random.default_rng((settings.seed, round_, 1))
-    # One length a batch, evenly over the ratio of the longest to the shortest.
-    low, high = np.log(settings.prompt_min), np.log(settings.prompt_max)
-    prompt = int(np.exp(rng.uniform(low, high)))
-    prompt = max(settings.prompt_min, prompt // ALIGNED * ALIGNED)
+    prompt = _one_length(rng, settings.prompt_min, settings.prompt_max)
+    # Short responses too: a drafter is at its worst just behind text that the target has not
+    # written, and a long response holds little of that.
+    shortest = settings.response_min or settings.response
+    response = _one_length(rng, shortest, settings.response)
     prompts = source.draw(round_, rows, prompt, settings.from_start).to(target.device)
     temperature = torch.zeros(rows, device=target.device)
     temperature[: round(rows * settings.sampled_share)] = settings.temperature
@@ -42,7 +43,7 @@ def write_responses(
     tokens = continue_rows(
         target,
         prompts,
-        settings.response,
+        response,
         temperature=temperature,
         generator=generator,
         each_step=check,
@@ -57,7 +58,15 @@ def write_responses(
     whole = Responses(tokens=tokens.cpu(), prompt=prompt, valid=valid.cpu())
     if target.device.type == "cuda":
         torch.cuda.empty_cache()  # the next batch's cache has another length
-    return whole.kept(LEAST_RESPONSE)
+    return whole.kept(min(LEAST_RESPONSE, response))
+
+
+def _one_length(rng: np.random.Generator, shortest: int, longest: int) -> int:
+    """A batch's length, drawn evenly over the ratio of the longest to the shortest."""
+    if shortest == longest:
+        return longest
+    length = int(np.exp(rng.uniform(np.log(shortest), np.log(longest))))
+    return max(shortest, length // ALIGNED * ALIGNED)
 
 
 def save_responses(responses: list[Responses], file: Path) -> None:

@@ -30,6 +30,7 @@ _AT_MOST = {
     "responses": 10**9,
     "rows": 10**6,
     "response": 10**9,
+    "response_min": 10**9,
     "prompt_min": 10**9,
     "prompt_max": 10**9,
     "anchors": 10**6,
