@@ -5,11 +5,13 @@
 #                there is no NVIDIA GPU. Anything pip takes: TORCH='torch==2.14.0', TORCH=./torch.whl
 #   TORCH_INDEX  an extra package index to look for torch in
 #   PYTEST_ARGS  further arguments for pytest
+#   WORKERS      processes the tests are spread over (a test file stays in one); 0: this one alone
 
 PYTHON      ?= python3
 TORCH       ?=
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+WORKERS     ?= 2
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -31,6 +33,7 @@ endif
 endif
 endif
 
+SPREAD := -n $(WORKERS) --dist loadfile
 NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=120
 FILL  := scripts/fill_venv.py --venv $(VENV) --torch '$(TORCH)' --torch-index '$(TORCH_INDEX)'
 LAB   := lab,train
@@ -85,10 +88,10 @@ lint: $(VENV)/.filled-test
 	@$(BIN)/python scripts/notebook_guard.py --check notebooks
 
 test: lint
-	@$(BIN)/python -m pytest $(NBVAL) tests notebooks $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SPREAD) $(NBVAL) tests notebooks $(PYTEST_ARGS)
 
 test-full: $(VENV)/.filled-full lint
-	@$(BIN)/python -m pytest $(NBVAL) -m "full or not full" tests notebooks $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SPREAD) $(NBVAL) -m "full or not full" tests notebooks $(PYTEST_ARGS)
 
 # Optional: the bundled checkpoint through the engine's own classes (tests/engine/README.md).
 engine: $(VENV)/.filled-test

@@ -6,7 +6,11 @@ import signal
 
 import pytest
 
-from workbench.kernels import triton_runtime
+# Several workers share the cores: one thread each, for the programs and kernels they start as well.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from workbench.kernels import triton_runtime  # after that: torch reads it when imported
 
 # Triton decides once a process whether it interprets, and other people's modules import it: without
 # a GPU its interpreter is switched on before any test file is read.
