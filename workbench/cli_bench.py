@@ -1,4 +1,4 @@
-"""``workbench bench speculative``: what drafting gains on this machine."""
+"""``workbench bench``: what drafting gains, and one rank's decode step, on this machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from workbench.cli_bench_decode import decode
 from workbench.cli_drafting import DrafterFolder, SpeculativeTokens
 from workbench.cli_options import Device, Json, Model, NewTokens, Precision, answer, load_model
 from workbench.cli_trace import PromptCount, PromptFiles, PromptTexts, PromptTokens
@@ -18,7 +19,10 @@ bench_app = typer.Typer(
 
 @bench_app.callback()
 def _bench() -> None:
-    """Keeps ``speculative`` a word of its own: ``workbench bench speculative``."""
+    """The group's own options: none."""
+
+
+bench_app.command("decode")(decode)
 
 
 @bench_app.command("speculative")

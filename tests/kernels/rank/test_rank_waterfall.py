@@ -1,0 +1,212 @@
+"""The waterfall's document, its command, and the graphs on a GPU where there is one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from workbench.cli_bench import bench_app
+from workbench.errors import KernelError
+from workbench.kernels.rank import RankState, RankWeights, waterfall
+from workbench.kernels.rank.graph import Times, capture, time_replays
+from workbench.kernels.rank.reference import check_step
+from workbench.kernels.rank.stages import NAMES, cumulative, make, stage
+from workbench.kernels.rank.targets import job
+from workbench.kernels.rank.waterfall import NOTE, SCHEMA, described, measure
+from workbench.kernels.roofline import Rates
+from workbench.kernels.triton_compile import compile_in_child
+from workbench.model.presets import resolve
+
+from .conftest import Make
+
+RATES = Rates(label="a machine", kind="measured here", bandwidth=1e9, flops={}, notes=())
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted, so without a GPU")
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreted step takes a tenth of a second."""
+    monkeypatch.setattr(waterfall, "STEPS", 3)
+
+
+@without_gpu
+def test_the_document_says_what_was_measured(rank: Make) -> None:
+    weights, _ = rank(dtype=torch.bfloat16)
+    weights.layers = weights.layers[:2]
+    state = RankState(weights, 40, headroom=16)
+    names = ["naive", "norms", "products", "fused"]
+    found = measure(weights, state, variants=names, rounds=2, rates=RATES, model="small", rank=1)
+    d = json.loads(json.dumps(described(found, RATES)))
+    assert d["schema"] == SCHEMA
+    assert d["note"].startswith(NOTE)
+    assert "interpreted" in d["note"]
+    assert not d["in_graph"]
+    assert "no all-reduce on one GPU" in NOTE
+    assert (d["kind"], d["batch"], d["context"], d["layers"]) == ("decode", 1, 40, 2)
+    assert (d["tp"], d["rank"], d["model"], d["how"]) == (2, 1, "small", "measured here")
+    moved = weights.step_bytes() + weights.cache_bytes(40)
+    assert d["floor_milliseconds"] == pytest.approx(moved / 1e9 * 1e3)
+    assert d["weight_bytes"] + d["cache_bytes"] == moved
+    assert list(d["variants"]) == names
+    for row in d["variants"].values():
+        assert row["passed"]
+        assert 0 < row["low"] <= row["milliseconds"] <= row["high"]
+        assert row["fraction_of_floor"] == pytest.approx(
+            d["floor_milliseconds"] / row["milliseconds"]
+        )
+        assert row["check"]["worst_layer_error"] < d["error_limit"]
+    fastest = min(row["milliseconds"] for row in d["variants"].values())
+    assert d["milliseconds"] == fastest == d["variants"][d["fastest"]]["milliseconds"]
+    assert d["experts"] == {"per_step": 3, "over_steps": d["experts"]["over_steps"], "steps": 3,
+                            "of": 12}  # fmt: skip
+    assert 3 <= d["experts"]["over_steps"] <= 9
+    # Every switch of the chain was left out once; costs are against the whole chain.
+    switches = [name for name in NAMES if stage(name).changes]
+    assert list(d["leave_one_out"]) == switches
+    for row in d["leave_one_out"].values():
+        whole = d["variants"]["products"]["milliseconds"]
+        assert row["costs"] == pytest.approx(row["milliseconds"] - whole)
+    assert d["versions"]["torch"] == torch.__version__.partition("+")[0] or d["versions"]["torch"]
+    assert len(d["date"]) == 10
+    assert state.position.tolist() == [40]
+
+
+@without_gpu
+def test_what_cannot_run_here_is_left_out_or_refused(rank: Make) -> None:
+    weights, state = rank()
+    weights.layers = weights.layers[:1]  # a dense one alone
+    state = RankState(weights, 8)
+    found = measure(weights, state, rounds=2, rates=RATES, leave_one_out=False, profile=False)
+    assert "compute capability 9.0" in found.left_out["fused_pdl"]
+    assert "persistent" in found.left_out
+    assert set(found.variants) | set(found.left_out) == set(NAMES)
+    assert found.failed == []
+    assert found.experts == {}
+    with pytest.raises(KernelError, match="compute capability"):
+        measure(weights, state, variants=["fused_pdl"], rounds=2, rates=RATES)
+    with pytest.raises(KernelError, match="no variant 'fastest'"):
+        measure(weights, state, variants=["fastest"], rounds=2, rates=RATES)
+
+
+@without_gpu
+def test_a_wrong_variant_is_shown_as_wrong(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from workbench.kernels.rank import triton_experts
+
+    weights, state = rank()
+    weights.layers = weights.layers[:2]
+
+    real = triton_experts.expert_mlp_rows
+    monkeypatch.setattr(triton_experts, "expert_mlp_rows", lambda *a: real(*a) * 1.5 + a[0])
+    found = measure(
+        weights, state, variants=["naive", "experts"], rounds=2, rates=RATES, leave_one_out=False
+    )
+    assert found.failed == ["experts"]
+    assert "error" in found.variants["experts"]["failures"][0]
+    assert found.to_dict()["fastest"] == "naive"
+
+
+def test_stages_add_up() -> None:
+    assert cumulative("naive") == {}
+    assert cumulative("merged") == {"boundary": "triton", "rms_norm": "triton", "qkvg": "torch"}
+    assert cumulative("products")["qkvg"] == "triton"
+    assert "boundary" not in cumulative("products", leave_out=("norms",))
+    published = [name for name in NAMES if stage(name).origin == "published"]
+    assert published == ["norms", "merged", "router", "kv", "dense"]
+
+
+def test_times_are_medians_with_their_spread() -> None:
+    times = Times.of([float(n) for n in range(1, 12)])
+    assert (times.median, times.low, times.high, times.rounds) == (6, 2, 10, 11)
+
+
+@without_gpu
+def test_too_many_replays_for_the_state_are_refused(rank: Make) -> None:
+    weights, state = rank(headroom=2)
+    replay = capture(make("naive", weights, state), state)
+    with pytest.raises(KernelError, match="more headroom"):
+        time_replays({"a": replay, "b": replay}, state, 2)
+    with pytest.raises(KernelError, match="2 rounds or more"):
+        time_replays({"a": replay}, state, 1)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(bench_app, ["decode", *arguments])
+
+
+@without_gpu
+def test_the_command_answers_with_one_document(tmp_path: Path, one_thread: None) -> None:
+    file = tmp_path / "decode.json"
+    small = ("--model", "beam-tiny", "--tp", "2", "--device", "cpu", "--rounds", "2")
+    asked = ("--variants", "naive,fused", "--no-leave-one-out", "--layers", "2")
+    said = run(*small, *asked, "--context", "30", "--json", "--out", str(file))
+    assert said.exit_code == 0, said.output
+    document = json.loads(said.stdout)
+    assert document == json.loads(file.read_text())
+    for key in ("kind", "batch", "context", "milliseconds", "floor_milliseconds",
+                "fraction_of_floor", "variants", "hardware", "versions"):  # fmt: skip
+        assert document[key] or key == "kernels", key
+    assert list(document["variants"]) == ["naive", "fused"]
+    shown = run(*small, "--variants", "naive", "--layers", "2", "--context", "9")
+    assert shown.exit_code == 0
+    assert "no all-reduce on one GPU" in " ".join(shown.stdout.split())
+    assert "plain torch" in shown.stdout
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", "no CUDA GPU that torch can use; --device cpu runs a small model"),
+        ("--variants naive,quick", "no variant 'quick' of the step; there are naive, norms"),
+        ("--rank 8", "no rank 8 of 8"),
+        ("--model beam-tiny --device cpu --tp 3", "does not divide"),
+        ("--model beam-nothing", "unknown model"),
+        ("--model beam-tiny --tp 2 --device cpu --context 2049", "exceeds the model's 2048"),
+        ("--device cpu", "layers would fit"),
+    ],
+)
+def test_wrong_requests_are_one_sentence(
+    arguments: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workbench.kernels.peaks.measured_peaks", lambda device: RATES)
+    monkeypatch.setattr("workbench.kernels.rank.weights.free_bytes", lambda device: 16 * 10**9)
+    said = run(*arguments.split())
+    assert said.exit_code == 1
+    assert words in str(said.exception)
+    assert "\n" not in str(said.exception)
+
+
+def test_the_fused_chain_compiles_for_blackwell() -> None:
+    """At the full rank's sizes, without a GPU; nothing may exceed what a block can have."""
+    config = resolve("beam-501b").config
+    found = compile_in_child([job(config), job(config, context=10**6)], 240, targets=(100,))
+    assert [result.error for result in found if result.error] == []
+    kernels = {result.kernel for result in found}
+    assert {"attend", "o_proj", "experts_up", "experts_down", "matvec", "head"} <= kernels
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_graphs_of_a_full_width_rank_agree_with_float64() -> None:
+    weights = RankWeights.random(resolve("beam-501b").config, 8, layers=5)
+    state = RankState(weights, 4096)
+    with torch.inference_mode():
+        own = 0.0
+        for name in ("naive", "products", "fused", "fused_pdl"):
+            replay = capture(make(name, weights, state), state)
+            check = check_step(replay.step, weights, state, replay)
+            own = own or check.worst
+            assert check.failures(2 * own) == [], name
+            bits = []
+            for _ in range(3):
+                state.reset()
+                replay()
+                replay()
+                bits.append(state.logits.clone())
+            assert torch.equal(bits[0], bits[1])
+            assert torch.equal(bits[0], bits[2])
+            assert state.position.tolist() == [4098]

@@ -1,0 +1,166 @@
+"""``workbench bench decode``: one rank's batch-1 decode step, from plain torch to fused chains."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from workbench.cli_options import Dtype, Json, answer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Place(StrEnum):
+    """Where the rank lies."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+def decode(
+    model: Annotated[
+        str, typer.Option("--model", help="Preset, bundled name or folder.", metavar="MODEL")
+    ] = "beam-501b",
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 8,
+    rank: Annotated[
+        int, typer.Option("--rank", min=0, help="Which of them; it seeds the random weights.")
+    ] = 0,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1,
+    context: Annotated[
+        int, typer.Option("--context", min=1, help="Tokens in the cache before the first step.")
+    ] = 4096,
+    layers: Annotated[
+        int | None,
+        typer.Option("--layers", help="Only the first N layers (default: all).", metavar="N"),
+    ] = None,
+    variants: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--variants",
+            help="Stages of the waterfall, by comma or repeated (default: all that run here).",
+            metavar="NAMES",
+        ),
+    ] = None,
+    device: Annotated[
+        Place, typer.Option("--device", help="The weights of beam-501b need a GPU.")
+    ] = Place.cuda,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of weights and activations.")] = (
+        Dtype.bfloat16
+    ),
+    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Timed replays of each.")] = 40,
+    leave_one_out: Annotated[
+        bool, typer.Option(help="Also the chain without each of its switches.")
+    ] = True,
+    profile: Annotated[bool, typer.Option(help="Also the time of each kernel (GPU).")] = True,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Write the result here too (JSON).", metavar="FILE"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Time one tensor-parallel rank's decode step at full depth, every stage checked (FP64).
+
+    Random weights at the rank's shapes, one CUDA graph a step, no all-reduce on one GPU.
+    """
+    from workbench.cli_kernels_asked import refuse_unwritable, write_document
+    from workbench.errors import KernelError
+
+    refuse_unwritable(out)
+    if rank >= tp:
+        raise KernelError(f"there is no rank {rank} of {tp}; choose --rank 0 to {tp - 1}")
+    import torch
+
+    from workbench.kernels.peaks import measured_peaks
+    from workbench.kernels.rank.stages import stage
+    from workbench.kernels.rank.state import RankState
+    from workbench.kernels.rank.waterfall import described, measure
+    from workbench.kernels.rank.weights import RankWeights
+    from workbench.model.presets import resolve
+    from workbench.terminal_kernels import Progress
+
+    names = None
+    if variants:
+        names = [part.strip() for each in variants for part in each.split(",") if part.strip()]
+        for name in names:
+            stage(name)
+    resolved = resolve(model)
+    if device == Place.cuda and not torch.cuda.is_available():
+        raise KernelError(
+            "this machine has no CUDA GPU that torch can use; --device cpu runs a small model "
+            "(--model beam-tiny --tp 2)"
+        )
+    with Progress("decode") as progress, torch.inference_mode():
+        progress.told(0, 1, "measuring memory bandwidth")
+        rates = measured_peaks(device.value)
+        if device == Place.cuda:
+            torch.cuda.empty_cache()
+        weights = RankWeights.random(
+            resolved.config,
+            tp,
+            layers=layers,
+            device=device.value,
+            dtype=getattr(torch, dtype.value),
+            seed=rank,
+        )
+        state = RankState(weights, context, batch=batch)
+        found = measure(
+            weights,
+            state,
+            variants=names,
+            rounds=rounds,
+            leave_one_out=leave_one_out,
+            profile=profile,
+            rates=rates,
+            model=resolved.name,
+            rank=rank,
+            progress=progress.told,
+        )
+    document = described(found, rates)
+    write_document(out, document)
+    if json:
+        answer(document)
+    else:
+        from workbench.terminal import out as console
+
+        page(document, console())
+    if found.failed:
+        raise KernelError(
+            f"{', '.join(found.failed)} did not agree with the FP64 reference: "
+            f"{found.variants[found.failed[0]]['failures'][0]}"
+        )
+
+
+def page(document: dict[str, Any], console: Console) -> None:
+    """The waterfall as a table, and what it is of."""
+    from rich.table import Table
+
+    d = document
+    console.print(
+        f"{d['model']}, rank {d['rank']} of {d['tp']}, {d['layers']} of {d['of_layers']} layers, "
+        f"batch {d['batch']}, context {d['context']:,}, {d['dtype']}; {d['hardware']}, {d['date']}"
+    )
+    console.print(
+        f"floor {d['floor_milliseconds']:.3f} ms: {d['weight_bytes'] / 1e9:.2f} GB of weights and "
+        f"{d['cache_bytes'] / 1e9:.3f} GB of cache at {d['bandwidth'] / 1e12:.2f} TB/s, measured "
+        f"here; {d['note']}"
+    )
+    table = Table("variant", "what it adds", "from", "ms", "low", "high", "of floor", "max error")
+    for name, row in d["variants"].items():
+        table.add_row(
+            name,
+            row["title"],
+            row["origin"],
+            *(f"{row[key]:.3f}" for key in ("milliseconds", "low", "high")),
+            f"{100 * row['fraction_of_floor']:.0f} %",
+            f"{row['check']['worst_layer_error']:.1e}" + ("" if row["passed"] else " FAILED"),
+        )
+    console.print(table)
+    for name, row in d["leave_one_out"].items():
+        console.print(f"without {name}: {row['milliseconds']:.3f} ms, {row['costs']:+.3f}")
+    for name, reason in d["left_out"].items():
+        console.print(f"left out: {name}: {reason}")
+    console.print(f"two runs agree within {d['repeat_percent']:.1f} %")

@@ -1,0 +1,290 @@
+"""The waterfall: a decode step from plain torch to the fused chain, each stage checked and timed.
+
+:func:`measure` gives a :class:`Waterfall`, whose ``to_dict`` is the JSON of ``workbench bench
+decode`` (``schema`` counts its versions):
+
+* ``kind``, ``model``, ``tp``, ``rank``, ``layers``, ``batch``, ``context``, ``dtype``, ``device``,
+  ``note``;
+* ``weight_bytes`` and ``cache_bytes`` that one step must read, ``bandwidth`` (bytes/s, measured in
+  the same run), ``floor_milliseconds`` = both over the bandwidth, ``weights_floor_milliseconds`` of
+  the weights alone;
+* ``milliseconds`` and ``fraction_of_floor`` of the fastest variant that passed;
+* ``variants`` by name: ``title``, ``origin``, ``milliseconds`` (median of replays), ``low``,
+  ``high`` (10th, 90th percentile), ``repeat`` (the second run's median), ``fraction_of_floor``,
+  ``passed``, ``failures`` and ``check`` (``reference.StepCheck``);
+* ``leave_one_out`` by name: the chain of single operations with that stage's forms left naive:
+  ``milliseconds``, ``costs`` (more than the whole chain);
+* ``left_out``: variants that cannot run here, with the reason;
+* ``experts``: ``per_step`` (distinct ones, a sparse layer), ``over_steps`` of ``steps``;
+* ``kernels`` by variant: ``graph.kernel_times``;
+* ``hardware``, ``peaks``, ``versions``, ``date``, ``repeat_percent`` (largest difference of two
+  runs), ``in_graph``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
+
+import torch
+
+from workbench import hardware
+from workbench.errors import KernelError
+from workbench.kernels.peaks import measured_peaks
+from workbench.kernels.rank.chain import RankStep
+from workbench.kernels.rank.fused_config import FusedConfig
+from workbench.kernels.rank.graph import ROUNDS, Replay, Times, capture, kernel_times, time_replays
+from workbench.kernels.rank.reference import StepCheck, check_step
+from workbench.kernels.rank.stages import NAMES, STAGES, cumulative, make, stage
+from workbench.kernels.rank.state import RankState
+from workbench.kernels.rank.weights import RankWeights
+from workbench.kernels.roofline import Rates
+
+SCHEMA = "workbench-rank-decode/1"
+NOTE = "no all-reduce on one GPU: the rank's partial sums are used as if they were whole"
+INTERPRETED = "on a CPU there is no graph and Triton's kernels are interpreted: right, and no speed"
+# A stage's error may be this many times that of plain torch in the same precision.
+ERROR_RATIO = 2.0
+# Whatever plain torch reaches: sums in float32 may be taken in another order.
+ERROR_FLOOR = 8 * torch.finfo(torch.float32).eps
+STEPS = 16  # consecutive steps over which distinct experts are counted
+PROFILED = ("naive", "products", "fused", "fused_pdl", "persistent")
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Waterfall:
+    """What was measured; see the module for the JSON."""
+
+    head: dict[str, Any]
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    leave_one_out: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    experts: dict[str, Any] = field(default_factory=dict)
+    kernels: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    tail: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> list[str]:
+        """Variants that are not right."""
+        return [name for name, row in self.variants.items() if not row["passed"]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON document."""
+        right = {n: r["milliseconds"] for n, r in self.variants.items() if r["passed"]}
+        best = min(right, key=right.__getitem__, default=None)
+        row = self.variants[best] if best is not None else {}
+        return {
+            "schema": SCHEMA,
+            **self.head,
+            "fastest": best,
+            "milliseconds": row.get("milliseconds"),
+            "fraction_of_floor": row.get("fraction_of_floor"),
+            "variants": self.variants,
+            "leave_one_out": self.leave_one_out,
+            "left_out": self.left_out,
+            "experts": self.experts,
+            "kernels": self.kernels,
+            **self.tail,
+        }
+
+
+def measure(
+    weights: RankWeights,
+    state: RankState,
+    *,
+    variants: Sequence[str] | None = None,
+    rounds: int = ROUNDS,
+    leave_one_out: bool = True,
+    profile: bool = True,
+    rates: Rates | None = None,
+    config: FusedConfig | None = None,
+    model: str = "",
+    rank: int = 0,
+    progress: Progress | None = None,
+) -> Waterfall:
+    """Check and time the stages (all that can run here: ``variants`` None) on the same weights.
+
+    ``rates`` are this machine's, measured now where None; on a full card they are better measured
+    before the weights are made.
+
+    Raises:
+        KernelError: an unknown variant, or one that was asked for and cannot run here.
+    """
+    wanted = list(NAMES if variants is None else dict.fromkeys(variants))
+    for name in wanted:
+        stage(name)
+    rates = rates or measured_peaks(weights.device)
+    say = progress or (lambda done, of, label: None)
+    found = Waterfall(head=_head(weights, state, rates, model, rank))
+    replays: dict[str, Replay] = {}
+    for index, name in enumerate(wanted):
+        say(index, len(wanted) + 1, f"checking {name}")
+        try:
+            replays[name] = capture(make(name, weights, state, config), state)
+        except (KernelError, ImportError) as error:
+            if variants is not None and not isinstance(error, ImportError):
+                raise
+            if variants is not None:
+                raise KernelError(f"the variant {name} is not here: {error}") from error
+            found.left_out[name] = str(error)
+    checks = _checks(replays, weights, state)
+    others = _others(weights, state) if leave_one_out and "products" in replays else {}
+    say(len(wanted), len(wanted) + 1, "timing")
+    every = {**replays, **{f"without {name}": replay for name, replay in others.items()}}
+    first = time_replays(every, state, rounds)
+    second = time_replays(every, state, rounds)
+    for replay in every.values():
+        ask = getattr(replay.step, "check", None)
+        if ask is not None:  # a kernel that gave up waiting did nothing afterwards, quickly
+            ask()
+    _rows(found, checks, first, second)
+    for name in others:
+        own = _row(first[f"without {name}"], second[f"without {name}"], found.head)
+        own["costs"] = own["milliseconds"] - found.variants["products"]["milliseconds"]
+        found.leave_one_out[name] = own
+    if replays:
+        found.experts = _experts(list(replays.values())[-1], weights, state)
+    if profile:
+        found.kernels = {
+            name: rows
+            for name, replay in replays.items()
+            if name in PROFILED and (rows := kernel_times(replay, state))
+        }
+    return found
+
+
+def _head(
+    weights: RankWeights, state: RankState, rates: Rates, model: str, rank: int
+) -> dict[str, Any]:
+    moved = weights.step_bytes(batch=state.batch)
+    cache = weights.cache_bytes(state.context, state.batch)
+    head = {
+        "kind": "decode",
+        "model": model,
+        "tp": weights.shapes.tp,
+        "rank": rank,
+        "layers": len(weights.layers),
+        "of_layers": weights.config.num_hidden_layers,
+        "batch": state.batch,
+        "context": state.context,
+        "dtype": str(weights.dtype).removeprefix("torch."),
+        "device": weights.device.type,
+        "note": NOTE if weights.device.type == "cuda" else f"{NOTE}; {INTERPRETED}",
+        "held_bytes": weights.bytes,
+        "bandwidth": rates.bandwidth,
+    }
+    return head | _floor(moved, cache, rates.bandwidth)
+
+
+def _floor(moved: float, cache: float, bandwidth: float) -> dict[str, float]:
+    return {
+        "weight_bytes": moved,
+        "cache_bytes": cache,
+        "floor_milliseconds": (moved + cache) / bandwidth * 1e3,
+        "weights_floor_milliseconds": moved / bandwidth * 1e3,
+    }
+
+
+def _checks(
+    replays: dict[str, Replay], weights: RankWeights, state: RankState
+) -> dict[str, StepCheck]:
+    checks = {}
+    own = replays.get("naive") or capture(RankStep(weights, state), state)
+    for name, replay in {"": own, **replays}.items():
+        state.reset()
+        checks[name] = check_step(replay.step, weights, state, replay)
+    state.reset()
+    return checks
+
+
+def _others(weights: RankWeights, state: RankState) -> dict[str, Replay]:
+    """The chain of single operations, each switch in turn left as it was before its stage."""
+    made = {}
+    for one in STAGES:
+        if not one.changes:
+            continue
+        forms = cumulative("products", leave_out=(one.name,))
+        if one.name == "merged":  # the matrix-vector kernel needs the merged weight: four linears
+            forms["qkvg"] = "split"
+        made[one.name] = capture(RankStep(weights, state, forms), state)
+    return made
+
+
+def _row(first: Times, second: Times, head: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "milliseconds": first.median * 1e3,
+        "low": first.low * 1e3,
+        "high": first.high * 1e3,
+        "repeat": second.median * 1e3,
+        "rounds": first.rounds,
+        "fraction_of_floor": head["floor_milliseconds"] / (first.median * 1e3),
+    }
+
+
+def _rows(
+    found: Waterfall,
+    checks: dict[str, StepCheck],
+    first: dict[str, Times],
+    second: dict[str, Times],
+) -> None:
+    own = checks[""]
+    limit = max(ERROR_FLOOR, ERROR_RATIO * max(own.worst, own.cache_error, own.logits_error))
+    for name, check in checks.items():
+        if not name:
+            continue
+        failures = check.failures(limit)
+        one = stage(name)
+        found.variants[name] = {
+            "title": one.title,
+            "origin": one.origin,
+            "forms": cumulative(name) if not one.whole else {},
+            **_row(first[name], second[name], found.head),
+            "passed": not failures,
+            "failures": failures,
+            "check": check.to_dict(),
+        }
+    apart = [abs(second[name].median / first[name].median - 1) * 100 for name in first]
+    found.tail = {
+        "error_limit": limit,
+        "repeat_percent": max(apart, default=0.0),
+        "rounds": max((times.rounds for times in first.values()), default=0),
+        "in_graph": found.head["device"] == "cuda",
+    }
+
+
+def _experts(replay: Replay, weights: RankWeights, state: RankState) -> dict[str, Any]:
+    """Distinct experts that a sparse layer reads in one step, and over consecutive steps."""
+    sparse = [index for index, layer in enumerate(weights.layers) if not layer.dense]
+    if not sparse:
+        return {}
+    state.reset()
+    steps = min(STEPS, state.capacity - state.context)
+    seen: list[set[int]] = [set() for _ in sparse]
+    each = 0
+    for _ in range(steps):
+        replay()
+        ids = replay.step.expert_ids()[sparse].flatten(1).tolist()
+        for chosen, one in zip(seen, ids, strict=True):
+            chosen.update(one)
+            each += len(set(one))
+    state.reset()
+    over = sum(len(chosen) for chosen in seen) / len(sparse)
+    per_step = each / (steps * len(sparse))
+    return {"per_step": per_step, "over_steps": over, "steps": steps, "of": weights.shapes.experts}
+
+
+def described(found: Waterfall, rates: Rates) -> dict[str, Any]:
+    """The whole document: what was measured, and on what."""
+    machine = hardware.machine()
+    gpus = [gpu.name for gpu in machine.gpus]
+    document = found.to_dict()
+    document["peaks"] = rates.to_dict()
+    document["hardware"] = rates.label if not gpus else gpus[0]
+    document["versions"] = dict(machine.versions)
+    document["date"] = date.today().isoformat()
+    document["how"] = "measured here"
+    return document
