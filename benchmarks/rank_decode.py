@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
+from workbench.cli_bench_decode import page
 from workbench.files import write_whole
 from workbench.kernels.peaks import measured_peaks
 from workbench.kernels.rank.fused import FusedStep
@@ -156,15 +158,8 @@ def main() -> int:
         )
         document = described(found, rates) | {"fused_config": asdict(config)}
         write_whole(given.out, json_text(document))
-        for name, row in document["variants"].items():
-            say(
-                f"{name}: {row['milliseconds']:.4f} ms ({row['repeat']:.4f}), "
-                f"{row['fraction_of_floor']:.3f} of floor, error "
-                f"{row['check']['worst_layer_error']:.2e}, {row['failures']}"
-            )
-        for name, row in document["leave_one_out"].items():
-            say(f"without {name}: {row['milliseconds']:.4f} ms")
-        say(f"left out: {document['left_out']}; experts {document['experts']}")
+        page(document, Console(stderr=True, width=160))
+        say(f"experts {document['experts']}")
         names = [n for n in ("fused_pdl", "persistent") if n in document["variants"]]
         for context in (int(part) for part in given.contexts.split(",") if part):
             row = at_context(weights, context, names, given.rounds, rates.bandwidth)

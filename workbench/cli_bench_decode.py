@@ -154,13 +154,19 @@ def page(document: dict[str, Any], console: Console) -> None:
             name,
             row["title"],
             row["origin"],
-            *(f"{row[key]:.3f}" for key in ("milliseconds", "low", "high")),
-            f"{100 * row['fraction_of_floor']:.0f} %",
+            *(_said(row[key], ".3f") for key in ("milliseconds", "low", "high")),
+            _said(row["fraction_of_floor"], ".0%"),
             f"{row['check']['worst_layer_error']:.1e}" + ("" if row["passed"] else " FAILED"),
         )
     console.print(table)
     for name, row in d["leave_one_out"].items():
-        console.print(f"without {name}: {row['milliseconds']:.3f} ms, {row['costs']:+.3f}")
+        times = f"{_said(row['milliseconds'], '.3f')} ms, {_said(row['costs'], '+.3f')}"
+        console.print(f"without {name}: {times if row['passed'] else 'FAILED, not timed'}")
     for name, reason in d["left_out"].items():
         console.print(f"left out: {name}: {reason}")
     console.print(f"two runs agree within {d['repeat_percent']:.1f} %")
+
+
+def _said(value: float | None, form: str) -> str:
+    """A number, or a dash where nothing was timed."""
+    return "–" if value is None else format(value, form)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -331,6 +333,21 @@ def test_responses_of_several_lengths_give_steps_of_one_size(make_distil: Make) 
 def test_one_length_of_responses_is_the_default(make_distil: Make) -> None:
     run = distil._Run(make_distil(response=24, responses=16, rows=8), False, None)
     assert {r.tokens.shape[1] - r.prompt for r in run._responses(lambda: None)} == {24}
+
+
+def test_the_card_is_written_again_by_a_command(tmp_path: Path) -> None:
+    from workbench.model.presets import bundled_drafter
+    from workbench.training.curve import RECORD_FILE
+
+    bundled = bundled_drafter("beam-tiny")
+    assert bundled is not None
+    record = json.loads((bundled / RECORD_FILE).read_text("utf-8"))
+    record["settings"] |= {"response": 96, "response_min": 24}
+    (tmp_path / RECORD_FILE).write_text(json.dumps(record))
+    command = [sys.executable, "-m", "workbench.training.drafter_card", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "responses of 24 to 96, cut" in (tmp_path / "MODEL_CARD.md").read_text("utf-8")
 
 
 def test_a_model_is_not_overwritten_by_its_drafter(

@@ -68,15 +68,20 @@ def test_a_wrong_variant_has_a_reason_in_place_of_its_time(document: dict[str, A
     assert "layer 3 is" in trace.text[place]
     assert "<b>off" not in trace.text[place]
     assert "layer 3 is <b>off</b>" in view.text
+    row.update(dict.fromkeys(("milliseconds", "low", "high", "fraction_of_floor")))  # as measured
+    assert views.rank_waterfall(document).text == view.text
     assert "&lt;b&gt;off" in view._repr_mimebundle_()["text/html"]
 
 
 def test_leaving_one_out_is_sorted_and_signed(document: dict[str, Any]) -> None:
     document["leave_one_out"]["gate"]["costs"] = -0.25
+    document["leave_one_out"]["kv"]["costs"] = None
     view = views.rank_leave_one_out(document)
     (bar,) = view.figure.data
     assert list(bar.x) == sorted(bar.x, reverse=True)
     assert "output-gate kernel: -0.25 ms" in view.text
+    assert len(bar.x) == len(document["leave_one_out"]) - 1
+    assert "kv: not right, not timed" in view.text
     one = document["leave_one_out"]["norms"]
     whole = document["variants"]["products"]["milliseconds"]
     assert one["costs"] == pytest.approx(one["milliseconds"] - whole, abs=2e-3)

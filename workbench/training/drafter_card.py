@@ -201,6 +201,12 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.2f}"
 
 
+def _lengths(settings: dict[str, Any]) -> str:
+    """How long the responses are that were asked for."""
+    least = settings.get("response_min")
+    return f"{least} to {settings['response']}" if least else f"up to {settings['response']}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line: writes the card of a drafter's folder again."""
     parser = argparse.ArgumentParser(
@@ -217,9 +223,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-def _lengths(settings: dict[str, Any]) -> str:
-    """How long the responses are that were asked for."""
-    least = settings.get("response_min")
-    return f"{least} to {settings['response']}" if least else f"up to {settings['response']}"

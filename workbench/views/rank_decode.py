@@ -88,7 +88,8 @@ def rank_leave_one_out(document: Mapping[str, Any]) -> View:
         )
     variants = document["variants"]
     whole = float(variants["products"]["milliseconds"])
-    costs = sorted(((float(p["costs"]), name) for name, p in parts.items()), reverse=True)
+    timed = [(float(p["costs"]), name) for name, p in parts.items() if p["costs"] is not None]
+    costs = sorted(timed, reverse=True)
     names = [str(variants.get(name, {}).get("title", name)) for _, name in costs]
     fig = theme.figure(
         "What a step costs without one of them",
@@ -115,6 +116,7 @@ def rank_leave_one_out(document: Mapping[str, Any]) -> View:
                "range": [len(costs) - 0.4, -0.6]},
     )  # fmt: skip
     lines = [f"{name}: {cost:+.2f} ms" for name, (cost, _) in zip(names, costs, strict=True)]
+    lines += [f"{n}: not right, not timed" for n, p in parts.items() if p["costs"] is None]
     return View(figure=fig, text="\n".join([f"without one, over {whole:.2f} ms:", *lines]))
 
 
@@ -174,8 +176,8 @@ def _rows(document: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "title": str(row.get("title", name)),
                 "origin": row.get("origin", "ours"),
                 "milliseconds": float(row["milliseconds"]) if right else None,
-                "low": float(row["low"]),
-                "high": float(row["high"]),
+                "low": float(row["low"]) if right else 0.0,
+                "high": float(row["high"]) if right else 0.0,
                 "why": "" if right else "; ".join(map(str, row.get("failures") or ["not right"])),
             }
         )

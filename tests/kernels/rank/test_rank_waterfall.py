@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from workbench.cli_bench import bench_app
+from workbench.cli_bench_decode import page
 from workbench.errors import KernelError
 from workbench.kernels.rank import RankState, RankWeights, waterfall
 from workbench.kernels.rank.graph import Times, capture, time_replays
 from workbench.kernels.rank.reference import check_step
 from workbench.kernels.rank.stages import NAMES, cumulative, make, stage
 from workbench.kernels.rank.targets import job
-from workbench.kernels.rank.waterfall import NOTE, SCHEMA, described, measure
+from workbench.kernels.rank.waterfall import NOTE, SCHEMA, TIMED, described, measure
 from workbench.kernels.roofline import Rates
 from workbench.kernels.triton_compile import compile_in_child
 from workbench.model.presets import resolve
@@ -107,7 +110,29 @@ def test_a_wrong_variant_is_shown_as_wrong(rank: Make, monkeypatch: pytest.Monke
     )
     assert found.failed == ["experts"]
     assert "error" in found.variants["experts"]["failures"][0]
+    # What is not right has no time anywhere.
+    assert {found.variants["experts"][key] for key in TIMED} == {None}
+    assert found.variants["naive"]["milliseconds"] > 0
     assert found.to_dict()["fastest"] == "naive"
+    console = Console(width=200, record=True, file=StringIO())
+    page(described(found, RATES), console)
+    (line,) = [x for x in console.export_text().splitlines() if "FAILED" in x]
+    assert line.count("–") == 4
+
+
+def test_nothing_is_timed_where_the_chain_is_wrong(
+    rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workbench.kernels.rank import triton_experts
+
+    weights, state = rank()
+    weights.layers = weights.layers[:2]
+    real = triton_experts.expert_mlp_rows
+    monkeypatch.setattr(triton_experts, "expert_mlp_rows", lambda *a: real(*a) * 1.5 + a[0])
+    found = measure(weights, state, variants=["products"], rounds=2, rates=RATES)
+    assert found.failed == ["products"]
+    assert found.leave_one_out == {}
+    assert found.to_dict()["milliseconds"] is None
 
 
 def test_stages_add_up() -> None:

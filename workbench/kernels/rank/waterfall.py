@@ -11,9 +11,10 @@ decode`` (``schema`` counts its versions):
 * ``milliseconds`` and ``fraction_of_floor`` of the fastest variant that passed;
 * ``variants`` by name: ``title``, ``origin``, ``milliseconds`` (median of replays), ``low``,
   ``high`` (10th, 90th percentile), ``repeat`` (the second run's median), ``fraction_of_floor``,
-  ``passed``, ``failures`` and ``check`` (``reference.StepCheck``);
+  ``passed``, ``failures`` and ``check`` (``reference.StepCheck``); one that did not pass is not
+  timed, and its times are None;
 * ``leave_one_out`` by name: the chain of single operations with that stage's forms left naive:
-  ``milliseconds``, ``costs`` (more than the whole chain);
+  the same, and ``costs`` (more than the whole chain); none where the chain did not pass;
 * ``left_out``: variants that cannot run here, with the reason;
 * ``experts``: ``per_step`` (distinct ones, a sparse layer), ``over_steps`` of ``steps``;
 * ``kernels`` by variant: ``graph.kernel_times``;
@@ -23,7 +24,7 @@ decode`` (``schema`` counts its versions):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
@@ -51,6 +52,9 @@ ERROR_RATIO = 2.0
 ERROR_FLOOR = 8 * torch.finfo(torch.float32).eps
 STEPS = 16  # consecutive steps over which distinct experts are counted
 PROFILED = ("naive", "products", "fused", "fused_pdl", "persistent")
+
+TIMED = ("milliseconds", "low", "high", "repeat", "rounds", "fraction_of_floor")
+WITHOUT = "without "
 
 Progress = Callable[[int, int, str], None]
 
@@ -131,27 +135,51 @@ def measure(
             if variants is not None:
                 raise KernelError(f"the variant {name} is not here: {error}") from error
             found.left_out[name] = str(error)
-    checks = _checks(replays, weights, state)
-    others = _others(weights, state) if leave_one_out and "products" in replays else {}
+    own, checks = _checks(replays, weights, state)
+    limit = max(ERROR_FLOOR, ERROR_RATIO * max(own.worst, own.cache_error, own.logits_error))
+    # What is not right is not timed.
+    right = {name: r for name, r in replays.items() if not checks[name].failures(limit)}
+    others = _others(weights, state) if leave_one_out and "products" in right else {}
+    checks |= _checks(others, weights, state)[1]
+    right |= {name: r for name, r in others.items() if not checks[name].failures(limit)}
     say(len(wanted), len(wanted) + 1, "timing")
-    every = {**replays, **{f"without {name}": replay for name, replay in others.items()}}
-    first = time_replays(every, state, rounds)
-    second = time_replays(every, state, rounds)
-    for replay in every.values():
+    first, second = (time_replays(right, state, rounds) if right else {} for _ in range(2))
+    for replay in right.values():
         ask = getattr(replay.step, "check", None)
         if ask is not None:  # a kernel that gave up waiting did nothing afterwards, quickly
             ask()
-    _rows(found, checks, first, second)
-    for name in others:
-        own = _row(first[f"without {name}"], second[f"without {name}"], found.head)
-        own["costs"] = own["milliseconds"] - found.variants["products"]["milliseconds"]
-        found.leave_one_out[name] = own
+    for name, check in checks.items():
+        failures = check.failures(limit)
+        row = {
+            **_row(first.get(name), second.get(name), found.head),
+            "passed": not failures,
+            "failures": failures,
+            "check": check.to_dict(),
+        }
+        if name in others:
+            whole = found.variants["products"]["milliseconds"]
+            spent = row["milliseconds"]
+            row["costs"] = None if spent is None else spent - whole
+            found.leave_one_out[name.removeprefix(WITHOUT)] = row
+        else:
+            one = stage(name)
+            forms = cumulative(name) if not one.whole else {}
+            found.variants[name] = {
+                "title": one.title, "origin": one.origin, "forms": forms, **row
+            }  # fmt: skip
+    apart = [abs(second[name].median / first[name].median - 1) * 100 for name in first]
+    found.tail = {
+        "error_limit": limit,
+        "repeat_percent": max(apart, default=0.0),
+        "rounds": max((times.rounds for times in first.values()), default=0),
+        "in_graph": found.head["device"] == "cuda",
+    }
     if replays:
         found.experts = _experts(list(replays.values())[-1], weights, state)
     if profile:
         found.kernels = {
             name: rows
-            for name, replay in replays.items()
+            for name, replay in right.items()
             if name in PROFILED and (rows := kernel_times(replay, state))
         }
     return found
@@ -190,15 +218,16 @@ def _floor(moved: float, cache: float, bandwidth: float) -> dict[str, float]:
 
 
 def _checks(
-    replays: dict[str, Replay], weights: RankWeights, state: RankState
-) -> dict[str, StepCheck]:
-    checks = {}
-    own = replays.get("naive") or capture(RankStep(weights, state), state)
-    for name, replay in {"": own, **replays}.items():
+    replays: Mapping[str, Replay], weights: RankWeights, state: RankState
+) -> tuple[StepCheck, dict[str, StepCheck]]:
+    """The check of plain torch, which the others are allowed a multiple of, and theirs."""
+    plain = replays.get("naive") or capture(RankStep(weights, state), state)
+    found = []
+    for replay in (plain, *replays.values()):
         state.reset()
-        checks[name] = check_step(replay.step, weights, state, replay)
+        found.append(check_step(replay.step, weights, state, replay))
     state.reset()
-    return checks
+    return found[0], dict(zip(replays, found[1:], strict=True))
 
 
 def _others(weights: RankWeights, state: RankState) -> dict[str, Replay]:
@@ -210,49 +239,19 @@ def _others(weights: RankWeights, state: RankState) -> dict[str, Replay]:
         forms = cumulative("products", leave_out=(one.name,))
         if one.name == "merged":  # the matrix-vector kernel needs the merged weight: four linears
             forms["qkvg"] = "split"
-        made[one.name] = capture(RankStep(weights, state, forms), state)
+        made[WITHOUT + one.name] = capture(RankStep(weights, state, forms), state)
     return made
 
 
-def _row(first: Times, second: Times, head: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "milliseconds": first.median * 1e3,
-        "low": first.low * 1e3,
-        "high": first.high * 1e3,
-        "repeat": second.median * 1e3,
+def _row(first: Times | None, second: Times | None, head: dict[str, Any]) -> dict[str, Any]:
+    """Times of two runs; None each where there is none."""
+    if first is None or second is None:
+        return dict.fromkeys(TIMED)
+    values = (first.median, first.low, first.high, second.median)
+    times = dict(zip(TIMED[:4], (1e3 * value for value in values), strict=True))
+    return times | {
         "rounds": first.rounds,
-        "fraction_of_floor": head["floor_milliseconds"] / (first.median * 1e3),
-    }
-
-
-def _rows(
-    found: Waterfall,
-    checks: dict[str, StepCheck],
-    first: dict[str, Times],
-    second: dict[str, Times],
-) -> None:
-    own = checks[""]
-    limit = max(ERROR_FLOOR, ERROR_RATIO * max(own.worst, own.cache_error, own.logits_error))
-    for name, check in checks.items():
-        if not name:
-            continue
-        failures = check.failures(limit)
-        one = stage(name)
-        found.variants[name] = {
-            "title": one.title,
-            "origin": one.origin,
-            "forms": cumulative(name) if not one.whole else {},
-            **_row(first[name], second[name], found.head),
-            "passed": not failures,
-            "failures": failures,
-            "check": check.to_dict(),
-        }
-    apart = [abs(second[name].median / first[name].median - 1) * 100 for name in first]
-    found.tail = {
-        "error_limit": limit,
-        "repeat_percent": max(apart, default=0.0),
-        "rounds": max((times.rounds for times in first.values()), default=0),
-        "in_graph": found.head["device"] == "cuda",
+        "fraction_of_floor": head["floor_milliseconds"] / times["milliseconds"],
     }
 
 
