@@ -156,15 +156,23 @@ def page(document: dict[str, Any], console: Console) -> None:
             row["origin"],
             *(_said(row[key], ".3f") for key in ("milliseconds", "low", "high")),
             _said(row["fraction_of_floor"], ".0%"),
-            f"{row['check']['worst_layer_error']:.1e}" + ("" if row["passed"] else " FAILED"),
+            f"{row['check']['worst_layer_error']:.1e}" + _remark(row),
         )
     console.print(table)
     for name, row in d["leave_one_out"].items():
         times = f"{_said(row['milliseconds'], '.3f')} ms, {_said(row['costs'], '+.3f')}"
-        console.print(f"without {name}: {times if row['passed'] else 'FAILED, not timed'}")
+        why = "interpreted, not timed" if row["passed"] else "FAILED, not timed"
+        console.print(f"without {name}: {why if row['milliseconds'] is None else times}")
     for name, reason in d["left_out"].items():
         console.print(f"left out: {name}: {reason}")
     console.print(f"two runs agree within {d['repeat_percent']:.1f} %")
+
+
+def _remark(row: dict[str, Any]) -> str:
+    """Why a variant has no times."""
+    if not row["passed"]:
+        return " FAILED"
+    return " interpreted" if row["interpreted"] else ""
 
 
 def _said(value: float | None, form: str) -> str:

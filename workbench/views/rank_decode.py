@@ -87,9 +87,10 @@ def rank_leave_one_out(document: Mapping[str, Any]) -> View:
             "with all variants and without --no-leave-one-out"
         )
     variants = document["variants"]
-    whole = float(variants["products"]["milliseconds"])
+    if all(p["costs"] is None for p in parts.values()):
+        raise WorkbenchError("this run timed none of them; run `workbench bench decode` on a GPU")
     timed = [(float(p["costs"]), name) for name, p in parts.items() if p["costs"] is not None]
-    costs = sorted(timed, reverse=True)
+    costs, whole = sorted(timed, reverse=True), float(variants["products"]["milliseconds"])
     names = [str(variants.get(name, {}).get("title", name)) for _, name in costs]
     fig = theme.figure(
         "What a step costs without one of them",
@@ -116,7 +117,7 @@ def rank_leave_one_out(document: Mapping[str, Any]) -> View:
                "range": [len(costs) - 0.4, -0.6]},
     )  # fmt: skip
     lines = [f"{name}: {cost:+.2f} ms" for name, (cost, _) in zip(names, costs, strict=True)]
-    lines += [f"{n}: not right, not timed" for n, p in parts.items() if p["costs"] is None]
+    lines += [f"{n}: not timed" for n, p in parts.items() if p["costs"] is None]
     return View(figure=fig, text="\n".join([f"without one, over {whole:.2f} ms:", *lines]))
 
 
@@ -169,7 +170,10 @@ def _rows(document: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise WorkbenchError("this run has no variant of the step; run `workbench bench decode`")
     found = []
     for name, row in variants.items():
-        right = bool(row.get("passed"))
+        right = bool(row.get("passed")) and row.get("milliseconds") is not None
+        why = row.get("failures") or [
+            "interpreted, not timed" if row.get("passed") else "not right"
+        ]
         found.append(
             {
                 "name": name,
@@ -178,7 +182,7 @@ def _rows(document: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "milliseconds": float(row["milliseconds"]) if right else None,
                 "low": float(row["low"]) if right else 0.0,
                 "high": float(row["high"]) if right else 0.0,
-                "why": "" if right else "; ".join(map(str, row.get("failures") or ["not right"])),
+                "why": "" if right else "; ".join(map(str, why)),
             }
         )
     return found

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from workbench import views
 from workbench.cli_bench import bench_app
 from workbench.cli_bench_decode import page
 from workbench.errors import KernelError
@@ -38,7 +39,8 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @without_gpu
-def test_the_document_says_what_was_measured(rank: Make) -> None:
+def test_the_document_says_what_was_measured(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waterfall, "_interpreted", lambda name, device: False)
     weights, _ = rank(dtype=torch.bfloat16)
     weights.layers = weights.layers[:2]
     state = RankState(weights, 40, headroom=16)
@@ -118,6 +120,24 @@ def test_a_wrong_variant_is_shown_as_wrong(rank: Make, monkeypatch: pytest.Monke
     page(described(found, RATES), console)
     (line,) = [x for x in console.export_text().splitlines() if "FAILED" in x]
     assert line.count("–") == 4
+
+
+@without_gpu
+def test_an_interpreters_time_is_not_shown(rank: Make) -> None:
+    weights, state = rank()
+    weights.layers = weights.layers[:2]
+    found = measure(weights, state, variants=["naive", "norms", "fused"], rounds=2, rates=RATES)
+    assert found.failed == []
+    assert found.variants["naive"]["milliseconds"] > 0
+    for name in ("norms", "fused"):
+        assert found.variants[name]["interpreted"]
+        assert {found.variants[name][key] for key in TIMED} == {None}
+    assert found.to_dict()["fastest"] == "naive"
+    console = Console(width=200, record=True, file=StringIO())
+    document = described(found, RATES)
+    page(document, console)
+    assert console.export_text().count(" interpreted ") >= 2
+    assert "interpreted, not timed" in views.rank_waterfall(document | {"model": "small"}).text
 
 
 def test_nothing_is_timed_where_the_chain_is_wrong(

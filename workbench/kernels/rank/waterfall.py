@@ -11,8 +11,8 @@ decode`` (``schema`` counts its versions):
 * ``milliseconds`` and ``fraction_of_floor`` of the fastest variant that passed;
 * ``variants`` by name: ``title``, ``origin``, ``milliseconds`` (median of replays), ``low``,
   ``high`` (10th, 90th percentile), ``repeat`` (the second run's median), ``fraction_of_floor``,
-  ``passed``, ``failures`` and ``check`` (``reference.StepCheck``); one that did not pass is not
-  timed, and its times are None;
+  ``passed``, ``failures`` and ``check`` (``reference.StepCheck``); one that did not pass, or is
+  ``interpreted``, is not timed, and its times are None;
 * ``leave_one_out`` by name: the chain of single operations with that stage's forms left naive:
   the same, and ``costs`` (more than the whole chain); none where the chain did not pass;
 * ``left_out``: variants that cannot run here, with the reason;
@@ -78,7 +78,7 @@ class Waterfall:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document."""
-        right = {n: r["milliseconds"] for n, r in self.variants.items() if r["passed"]}
+        right = {n: r["milliseconds"] for n, r in self.variants.items() if r["milliseconds"]}
         best = min(right, key=right.__getitem__, default=None)
         row = self.variants[best] if best is not None else {}
         return {
@@ -137,14 +137,15 @@ def measure(
             found.left_out[name] = str(error)
     own, checks = _checks(replays, weights, state)
     limit = max(ERROR_FLOOR, ERROR_RATIO * max(own.worst, own.cache_error, own.logits_error))
-    # What is not right is not timed.
     right = {name: r for name, r in replays.items() if not checks[name].failures(limit)}
     others = _others(weights, state) if leave_one_out and "products" in right else {}
     checks |= _checks(others, weights, state)[1]
     right |= {name: r for name, r in others.items() if not checks[name].failures(limit)}
     say(len(wanted), len(wanted) + 1, "timing")
-    first, second = (time_replays(right, state, rounds) if right else {} for _ in range(2))
-    for replay in right.values():
+    # What is not right is not timed, and an interpreter's time is no speed.
+    timed = {name: r for name, r in right.items() if not _interpreted(name, weights.device)}
+    first, second = (time_replays(timed, state, rounds) if timed else {} for _ in range(2))
+    for replay in timed.values():
         ask = getattr(replay.step, "check", None)
         if ask is not None:  # a kernel that gave up waiting did nothing afterwards, quickly
             ask()
@@ -154,12 +155,12 @@ def measure(
             **_row(first.get(name), second.get(name), found.head),
             "passed": not failures,
             "failures": failures,
+            "interpreted": _interpreted(name, weights.device),
             "check": check.to_dict(),
         }
         if name in others:
-            whole = found.variants["products"]["milliseconds"]
-            spent = row["milliseconds"]
-            row["costs"] = None if spent is None else spent - whole
+            whole, spent = found.variants["products"]["milliseconds"], row["milliseconds"]
+            row["costs"] = None if spent is None or whole is None else spent - whole
             found.leave_one_out[name.removeprefix(WITHOUT)] = row
         else:
             one = stage(name)
@@ -179,7 +180,7 @@ def measure(
     if profile:
         found.kernels = {
             name: rows
-            for name, replay in right.items()
+            for name, replay in timed.items()
             if name in PROFILED and (rows := kernel_times(replay, state))
         }
     return found
@@ -241,6 +242,14 @@ def _others(weights: RankWeights, state: RankState) -> dict[str, Replay]:
             forms["qkvg"] = "split"
         made[WITHOUT + one.name] = capture(RankStep(weights, state, forms), state)
     return made
+
+
+def _interpreted(name: str, device: torch.device) -> bool:
+    """Whether a stage, or the chain without one, has kernels that this device interprets."""
+    if device.type != "cpu":
+        return False
+    one = stage("products" if name.startswith(WITHOUT) else name)
+    return one.whole or not {"triton", "rows"}.isdisjoint(cumulative(one.name).values())
 
 
 def _row(first: Times | None, second: Times | None, head: dict[str, Any]) -> dict[str, Any]:
