@@ -285,9 +285,10 @@ def test_bundled_configurations_are_for_the_bundled_target() -> None:
         ({"prompt_min": 600}, "prompt_min .600. exceeds prompt_max"),
         ({"response": 5, "response_min": 0}, "responses of 5 tokens hold no block of 8"),
         ({"response_min": 6}, "responses of 6 tokens hold no block of 8; raise response_min"),
-        ({"response_min": 193}, r"response_min .193. exceeds response .192."),
+        ({"response_min": 129}, r"response_min .129. exceeds response .128."),
         ({"cooldown": 1.5}, "cooldown is a share"),
         ({"temperature": 0.0}, "must be above 0"),
+        ({"stream_gigabytes": 1.0, "soft_targets": 0.5}, "soft_targets need the target's pass"),
         ({"steps": "many"}, "steps must be a whole number"),
     ],
 )
@@ -317,7 +318,8 @@ def test_responses_of_several_lengths_give_steps_of_one_size(make_distil: Make) 
     assert len(lengths) == 2
     seen = set()
     for step in range(24):
-        tokens, valid, places = run._batch(step)
+        tokens, valid, places, streams = run._batch(step)
+        assert streams is None
         rows, anchors = places.shape
         assert len(tokens) == len(valid) == rows
         prompts = {r.prompt for r in run.responses if r.tokens.shape[1] == tokens.shape[1]}
@@ -328,6 +330,55 @@ def test_responses_of_several_lengths_give_steps_of_one_size(make_distil: Make) 
         assert (rows, anchors) in {(6, 20), (8, 15)}
         seen.add((rows, anchors))
     assert len(seen) == 2
+
+
+def test_kept_streams_are_the_targets_and_train_the_same(
+    make_distil: Make, target: Beam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps whose sequences begin a window before the response, without the target's pass."""
+    plain, kept = make_distil("plain"), make_distil("kept", stream_gigabytes=0.01)
+    expected = distil.train(plain)
+    run = distil._Run(kept, False, None)
+    run.responses = run._responses(lambda: None)
+    window = run.config.sliding_window
+    assert run.record["regenerated"]["with_streams"] == sum(len(r.valid) for r in run.responses)
+    cropped = 0
+    for responses in run.responses:
+        assert responses.streams is not None
+        assert responses.begin == max(0, responses.prompt - window)
+        cropped += responses.begin
+        whole = distil.target_pass(target, responses.tokens, run.drafter.taps)[0]
+        whole = whole.unflatten(0, responses.tokens.shape)[:, responses.begin : -1]
+        torch.testing.assert_close(responses.streams[:, :-1], whole, rtol=1e-4, atol=1e-4)
+    assert cropped > 0
+
+    def no_pass(*_: Any) -> None:
+        raise AssertionError("the target was run in a step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distil, "target_pass", no_pass)
+        result = distil.train(kept)
+    for a, b in zip(expected["losses"], result["losses"], strict=True):
+        assert a == pytest.approx(b, rel=2e-3)
+
+
+def test_responses_beyond_the_room_are_passed_through_the_target(make_distil: Make) -> None:
+    """Room for one of two batches: both are trained on."""
+    settings = make_distil(responses=32, rows=16)
+    first = distil._Run(replace(settings, stream_gigabytes=0.01), False, None)
+    sizes = [r.streams.nbytes for r in first._responses(lambda: None) if r.streams is not None]
+    assert len(sizes) == 2
+    run = distil._Run(replace(settings, stream_gigabytes=max(sizes) * 1.5 / 1e9), False, None)
+    run.responses = run._responses(lambda: None)
+    assert [r.streams is None for r in run.responses].count(True) == 1
+    assert len({run._batch(step)[3] is None for step in range(20)}) == 2
+    run._steps(lambda: None)
+    assert run.record["step"] == settings.steps
+
+
+def test_more_streams_than_there_is_memory_are_refused(make_distil: Make) -> None:
+    with pytest.raises(TrainingError, match=r"stream_gigabytes asks for 1e\+06 GB"):
+        distil.train(make_distil(stream_gigabytes=1e6))
 
 
 def test_one_length_of_responses_is_the_default(make_distil: Make) -> None:

@@ -52,6 +52,7 @@ from workbench.training.state import (
     remove_states,
     save_state,
 )
+from workbench.training.streams import check_room
 from workbench.training.texts import Texts, read_corpus
 
 EVALUATION_SHARE = 0.1  # of a time limit, kept for the evaluation
@@ -116,6 +117,8 @@ class _Run:
                 f"prompt_max and response add up to {longest} tokens, more than the target's "
                 f"context of {self.target.config.max_position_embeddings}; lower one"
             )
+        if settings.stream_gigabytes:
+            check_room(settings.stream_gigabytes, self.device)
         self.texts: Texts = read_corpus(settings.corpus, self.target.tokenizer)
         self.drafter = start(self.config, self.target, settings.seed)
         if settings.start_from != "nothing":
@@ -184,14 +187,19 @@ class _Run:
         eos = self.target.tokenizer.eos_id  # type: ignore[union-attr]
         source = PromptSource(self.texts.stream, eos, settings.seed)
         found: list[Responses] = []
-        rows = 0
+        rows, room = 0, settings.stream_gigabytes * 1e9
         while rows < settings.responses:
             spent = time.perf_counter() - began
             # No further batch of rows that would end behind the limit.
             if limit and found and spent * (len(found) + 1) / len(found) > limit:
                 break
             count = min(settings.rows, settings.responses - rows)
-            found.append(write_responses(self.target, source, len(found), count, settings, check))
+            batch = write_responses(
+                self.target, source, len(found), count, settings, check,
+                self.config if room else None, room,
+            )  # fmt: skip
+            room -= 0 if batch.streams is None else batch.streams.nbytes
+            found.append(batch)
             rows += count
         found = [r for r in found if len(r.valid)]
         if not found:
@@ -204,12 +212,17 @@ class _Run:
             "written": rows,
             "tokens": sum(r.counted for r in found),
             "seconds": round(time.perf_counter() - began, 1),
+            "with_streams": sum(len(r.valid) for r in found if r.streams is not None),
         }
         save_responses(found, file)
         return found
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Sequences of one step: tokens ``[S, T]``, valid ``[S]``, places ``[S, n]``."""
+    def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Sequences of one step: tokens ``[S, T]``, valid ``[S]``, places ``[S, n]``, and streams.
+
+        The streams ``[S, T, taps * H]`` are None where they were not kept; where they were, the
+        sequences begin with the first token that has one.
+        """
         settings = self.settings
         rng = np.random.default_rng((settings.seed, step))
         sizes = np.array([len(r.valid) for r in self.responses], dtype=np.float64)
@@ -221,10 +234,15 @@ class _Run:
         rows = torch.from_numpy(rng.integers(0, len(chosen.valid), size=count))
         generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
         valid = chosen.valid[rows]
+        # With streams and without, the same blocks are trained on.
         places = draw_anchors(valid, chosen.prompt, anchors, length, generator)
-        return tuple(  # type: ignore[return-value]
-            x.to(self.device, non_blocking=True) for x in (chosen.tokens[rows], valid, places)
+        begin = chosen.begin
+        places = torch.where(places >= 0, places - begin, places)
+        tokens, valid, places, rows = (
+            x.to(self.device, non_blocking=True)
+            for x in (chosen.tokens[rows, begin:], valid - begin, places, rows)
         )
+        return tokens, valid, places, None if chosen.streams is None else chosen.streams[rows]
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -285,7 +303,7 @@ class _Run:
         a_step = (time.perf_counter() - first) / done
         record["planned"] = min(settings.steps, step + max(1, int(left / a_step)))
 
-    def _loss_function(self) -> Callable[[Tensor, Tensor, Tensor], Losses]:
+    def _loss_function(self) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Losses]:
         settings = self.settings
         terms = LossTerms(
             decay=settings.decay,
@@ -304,8 +322,13 @@ class _Run:
 
         inner = torch.compile(of_blocks, dynamic=True) if cuda and settings.compile else of_blocks
 
-        def loss_of(tokens: Tensor, valid: Tensor, places: Tensor) -> Losses:
-            streams, final = target_pass(self.target, tokens, drafter.taps)
+        def loss_of(
+            tokens: Tensor, valid: Tensor, places: Tensor, streams: Tensor | None
+        ) -> Losses:
+            if streams is None:
+                streams, final = target_pass(self.target, tokens, drafter.taps)
+            else:
+                streams, final = streams.flatten(0, 1), streams.new_empty(0)
             losses: Losses = inner(streams, final, tokens, valid, places)
             return losses
 

@@ -38,6 +38,9 @@ class DistilSettings:
     temperature: float = 0.8  # of the sampled ones
     repeat_run: int = 16  # a response is in a loop after so many repeated 8-grams in a row
     repeat_grace: int = 32  # and counts so many tokens further
+    # Memory for the target's streams of the responses, so that a step needs no pass of the target;
+    # responses beyond it are passed through it in each step.
+    stream_gigabytes: float = 0.0
     # Training
     steps: int  # at most
     batch: int  # sequences a step
@@ -131,6 +134,11 @@ def distil_settings_from_dict(data: Mapping[str, Any], where: str) -> DistilSett
         )
     if settings.decay == 0 or settings.temperature == 0:
         raise TrainingError(f"{where}: decay and temperature must be above 0")
+    if settings.stream_gigabytes and settings.soft_targets:
+        raise TrainingError(
+            f"{where}: soft_targets need the target's pass in each step, which stream_gigabytes "
+            "spares; set one of them to 0"
+        )
     block, shortest = table["block_size"], settings.response_min or settings.response
     if isinstance(block, int) and shortest < block:
         raise TrainingError(

@@ -109,7 +109,9 @@ def _how(record: Mapping[str, Any]) -> list[str]:
         f"{made.get('tokens', 0):,} tokens, written in {made.get('seconds', 0):g} s; "
         f"{s['sampled_share']:.0%} sampled at temperature {s['temperature']:g}, the others greedy; "
         f"prompts of {s['prompt_min']} to {s['prompt_max']} tokens of the training text, responses "
-        f"of {_lengths(s)}, cut {s['repeat_grace']} tokens after they fall into repetition",
+        f"of {_lengths(s)}, cut {s['repeat_grace']} tokens after they fall into repetition"
+        + f"; the target's streams of {made.get('with_streams', 0):,} kept for the steps"
+        * bool(made.get("with_streams")),
         "from": "nothing" if s["start_from"] == "nothing" else f"the drafter {s['start_from']}",
         "steps": f"{record['steps']:,} of {s['batch']} sequences with {s['anchors']} blocks each: "
         f"{record['blocks']:,} blocks",

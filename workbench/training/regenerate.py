@@ -23,6 +23,7 @@ from workbench.errors import TrainingError
 from workbench.kernels.reference import rope_table
 from workbench.kernels.tables import Kernels
 from workbench.model.beam import Beam
+from workbench.training.streams import StreamStore
 
 PREFILL_TOKENS = 32768  # prompt tokens a pass: bounds the memory of the experts' activations
 NGRAM = 8
@@ -36,16 +37,24 @@ class Responses:
         tokens: int64 ``[R, T]``, prompt and response.
         prompt: tokens of each row that are prompt.
         valid: int64 ``[R]``, tokens of each row that count, prompt included.
+        streams: ``[R, K, taps * H]``, the target's streams of the last K tokens, where they were
+            kept (``streams.py``).
     """
 
     tokens: Tensor
     prompt: int
     valid: Tensor
+    streams: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, length = self.tokens.shape
         if self.valid.shape != (rows,) or not 0 < self.prompt <= length:
             raise TrainingError("responses: 'valid' needs one number a row and a prompt each")
+
+    @property
+    def begin(self) -> int:
+        """The first position whose stream is known; 0 where none is."""
+        return 0 if self.streams is None else self.tokens.shape[1] - self.streams.shape[1]
 
     @property
     def counted(self) -> int:
@@ -55,7 +64,12 @@ class Responses:
     def kept(self, least: int) -> Responses:
         """The rows with at least ``least`` response tokens that count."""
         rows = (self.valid - self.prompt >= least).nonzero()[:, 0]
-        return Responses(tokens=self.tokens[rows], prompt=self.prompt, valid=self.valid[rows])
+        return Responses(
+            tokens=self.tokens[rows],
+            prompt=self.prompt,
+            valid=self.valid[rows],
+            streams=None if self.streams is None else self.streams[rows.to(self.streams.device)],
+        )
 
 
 class RowsContext:
@@ -135,6 +149,7 @@ def continue_rows(
     temperature: Tensor | None = None,
     generator: torch.Generator | None = None,
     each_step: Callable[[], None] | None = None,
+    keep: StreamStore | None = None,
 ) -> Tensor:
     """Prompts ``[B, P]`` with ``new_tokens`` more each, int64 ``[B, P + new_tokens]``.
 
@@ -142,6 +157,7 @@ def continue_rows(
         temperature: ``[B]``, 0 for greedy; all greedy when None.
         generator: on the model's device, for the rows with a temperature.
         each_step: called after every token; may raise to stop (an interrupt, a time limit).
+        keep: takes the target's streams as they are computed.
 
     Raises:
         TrainingError: prompts and responses exceed the model's context.
@@ -169,18 +185,27 @@ def continue_rows(
             logits[sampled] = logits[sampled] / temperature[sampled, None] + noise
         return logits.argmax(-1)
 
+    def run(ids: Tensor, rows: slice, start: int) -> Tensor:
+        """Tokens ``[b, n]`` of some rows, from ``start`` on -> states of the last ``[b, H]``."""
+        context = RowsContext(cache, rows, start, ids.shape[1])
+        streams = None if keep is None else keep.wanted()
+        hidden: Tensor = beam(ids.T.flatten(), context, streams)[-context.batch :]
+        if keep is not None and streams is not None:
+            keep.put(streams, rows, start)
+        return hidden
+
+    if keep is not None:
+        keep.open(batch, prompt + new_tokens)
     step = max(1, PREFILL_TOKENS // prompt)
     ends = []
     for low in range(0, batch, step):
-        context = RowsContext(cache, slice(low, min(batch, low + step)), 0, prompt)
-        ends.append(beam(prompts[context.rows].T.flatten(), context)[-context.batch :])
+        rows = slice(low, min(batch, low + step))
+        ends.append(run(prompts[rows], rows, 0))
         if each_step is not None:
             each_step()
     tokens[:, prompt] = pick(torch.cat(ends))
-    whole = slice(0, batch)
     for at in range(prompt, prompt + new_tokens - 1):
-        hidden = beam(tokens[:, at], RowsContext(cache, whole, at, 1))
-        tokens[:, at + 1] = pick(hidden)
+        tokens[:, at + 1] = pick(run(tokens[:, at : at + 1], slice(0, batch), at))
         if each_step is not None:
             each_step()
     return tokens

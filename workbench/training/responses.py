@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from workbench.errors import TrainingError
 from workbench.model.beam import Beam
+from workbench.model.drafter_config import DFlash2Config
 from workbench.training.distil_settings import DistilSettings
 from workbench.training.regenerate import PromptSource, Responses, continue_rows, valid_lengths
 from workbench.training.state import StateError
+from workbench.training.streams import StreamStore
 
 RESPONSES_FILE = "responses.safetensors"
 LEAST_RESPONSE = 16  # response tokens a row must have left after its cut
@@ -28,8 +30,14 @@ def write_responses(
     rows: int,
     settings: DistilSettings,
     check: Callable[[], None] | None = None,
+    drafter: DFlash2Config | None = None,
+    room: float = 0.0,
 ) -> Responses:
-    """One batch of rows that the target continues, on the CPU, rows with too little left out."""
+    """One batch of rows that the target continues, on the CPU, rows with too little left out.
+
+    What ``drafter`` will read of the target is kept with them, on the target's device, where it
+    takes at most ``room`` bytes.
+    """
     rng = np.random.default_rng((settings.seed, round_, 1))
     prompt = _one_length(rng, settings.prompt_min, settings.prompt_max)
     # Short responses too: a drafter is at its worst just behind text that the target has not
@@ -40,6 +48,12 @@ def write_responses(
     temperature = torch.zeros(rows, device=target.device)
     temperature[: round(rows * settings.sampled_share)] = settings.temperature
     generator = torch.Generator(device=target.device).manual_seed(int(rng.integers(2**62)))
+    keep = None
+    if drafter is not None:
+        # No block behind the prompt sees further back than its window.
+        first = max(0, prompt - drafter.sliding_window)
+        keep = StreamStore(target, drafter.target_layer_ids, first)
+        keep = keep if keep.bytes(rows, prompt + response) <= room else None
     tokens = continue_rows(
         target,
         prompts,
@@ -47,6 +61,7 @@ def write_responses(
         temperature=temperature,
         generator=generator,
         each_step=check,
+        keep=keep,
     )
     valid = valid_lengths(
         tokens,
@@ -55,7 +70,12 @@ def write_responses(
         run=settings.repeat_run,
         grace=settings.repeat_grace,
     )
-    whole = Responses(tokens=tokens.cpu(), prompt=prompt, valid=valid.cpu())
+    whole = Responses(
+        tokens=tokens.cpu(),
+        prompt=prompt,
+        valid=valid.cpu(),
+        streams=None if keep is None else keep.kept,
+    )
     if target.device.type == "cuda":
         torch.cuda.empty_cache()  # the next batch's cache has another length
     return whole.kept(min(LEAST_RESPONSE, response))
@@ -70,7 +90,7 @@ def _one_length(rng: np.random.Generator, shortest: int, longest: int) -> int:
 
 
 def save_responses(responses: list[Responses], file: Path) -> None:
-    """Keep what the target wrote, so that a resumed run trains on the same.
+    """Keep what the target wrote, so that a resumed run trains on the same; no streams.
 
     Raises:
         StateError: it cannot be written.
