@@ -2,12 +2,12 @@
 
     PYTHONPATH=. python3 benchmarks/rank_decode.py --out result.json [--layers N] [--context N]
         [--variants naive,fused,fused_pdl] [--sweep seconds] [--sweep-out sweep.json]
-        [--contexts 1024,32768] [--no-leave-one-out]
+        [--contexts 1024,32768] [--no-leave-one-out] [--experts fp8]
 
 Needs a GPU; ``workbench bench decode`` is the same measurement without the sweep and the further
 contexts. The sweep comes first: it changes one launch size of the fused chain at a time, takes
 together what gained, and the waterfall is then measured with that. Every replay is checked against
-the FP64 reference before it is timed.
+the FP64 reference before it is timed. With ``--experts fp8`` the sweep is of these experts' sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from workbench.kernels.rank.reference import check_step
 from workbench.kernels.rank.stages import make
 from workbench.kernels.rank.state import RankState
 from workbench.kernels.rank.waterfall import described, measure
-from workbench.kernels.rank.weights import RankWeights
+from workbench.kernels.rank.weights import EXPERT_FORMATS, RankWeights
 from workbench.model.presets import resolve
 
 GAIN = 0.998  # a size is taken over when the step takes less than this of the usual one's time
@@ -50,6 +50,10 @@ CHOICES: dict[str, list[Any]] = {
     "sliding_splits": [4],
     "full_splits": [64],
     "dense_up": [(1, 2)],
+}
+FP8_CHOICES: dict[str, list[Any]] = {
+    "fp8_up": [(1, 2), (2, 2), (2, 4), (1, 4), (4, 4)],
+    "fp8_down": [(4, 4), (2, 1), (2, 2), (8, 4), (8, 8)],
 }
 
 
@@ -72,7 +76,8 @@ def sweep(
         times = time_replays({"usual": usual, "other": other}, state, rounds)
         return times["other"].median * 1e3, times["usual"].median * 1e3
 
-    for name, values in CHOICES.items():
+    choices = FP8_CHOICES if weights.experts == "fp8" else CHOICES
+    for name, values in choices.items():
         for value in values:
             if time.monotonic() - started > seconds:
                 break
@@ -127,6 +132,7 @@ def main() -> int:
     parser.add_argument("--contexts", default="")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--sweep", type=float, default=0.0)
+    parser.add_argument("--experts", choices=EXPERT_FORMATS, default="same")
     parser.add_argument("--no-leave-one-out", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sweep-out", type=Path)
@@ -137,7 +143,7 @@ def main() -> int:
     say(f"{time.monotonic() - started:.1f} s: {rates.bandwidth / 1e12:.3f} TB/s")
     of = resolve(given.model).config
     with torch.inference_mode():
-        weights = RankWeights.random(of, given.tp, layers=given.layers)
+        weights = RankWeights.random(of, given.tp, layers=given.layers, experts=given.experts)
         state = RankState(weights, given.context)
         torch.cuda.synchronize()
         say(f"{time.monotonic() - started:.1f} s: {weights.bytes / 2**30:.2f} GiB of weights")

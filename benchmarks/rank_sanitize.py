@@ -34,6 +34,9 @@ MODES = {
     2: "each slot once, through cuda::barrier and memcpy_async_tx",
     3: "each slot once, no wait: a real race",
     4: "the step's ring, two groups waited for, one freed",
+    5: "the step's own producer and product, one block",
+    6: "the step's own producer and product, a block on every SM",
+    7: "the step's ring, a block on every SM",
 }
 
 

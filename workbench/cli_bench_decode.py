@@ -21,6 +21,13 @@ class Place(StrEnum):
     cuda = "cuda"
 
 
+class Experts(StrEnum):
+    """How the experts' weights are kept."""
+
+    same = "same"
+    fp8 = "fp8"
+
+
 def decode(
     model: Annotated[
         str, typer.Option("--model", help="Preset, bundled name or folder.", metavar="MODEL")
@@ -51,6 +58,10 @@ def decode(
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Of weights and activations.")] = (
         Dtype.bfloat16
     ),
+    experts: Annotated[
+        Experts,
+        typer.Option("--experts", help="same: as --dtype; fp8: E4M3 with a scale a row."),
+    ] = Experts.same,
     rounds: Annotated[int, typer.Option("--rounds", min=2, help="Timed replays of each.")] = 40,
     leave_one_out: Annotated[
         bool, typer.Option(help="Also the chain without each of its switches.")
@@ -68,6 +79,7 @@ def decode(
     """
     from workbench.cli_kernels_asked import refuse_unwritable, write_document
     from workbench.errors import KernelError
+    from workbench.files import FileError
 
     refuse_unwritable(out)
     if rank >= tp:
@@ -75,7 +87,8 @@ def decode(
     import torch
 
     from workbench.kernels.peaks import measured_peaks
-    from workbench.kernels.rank.stages import stage
+    from workbench.kernels.rank.early import refuse_early
+    from workbench.kernels.rank.stages import NAMES, stage
     from workbench.kernels.rank.state import RankState
     from workbench.kernels.rank.waterfall import described, measure
     from workbench.kernels.rank.weights import RankWeights
@@ -85,26 +98,45 @@ def decode(
     names = None
     if variants:
         names = [part.strip() for each in variants for part in each.split(",") if part.strip()]
+        if not names:
+            raise KernelError(
+                f"--variants names none; give some of {', '.join(NAMES)}, or leave it out for all "
+                "that run here"
+            )
         for name in names:
             stage(name)
     resolved = resolve(model)
     if device == Place.cuda and not torch.cuda.is_available():
         raise KernelError(
             "this machine has no CUDA GPU that torch can use; --device cpu runs a small model "
-            "(--model beam-tiny --tp 2)"
+            "(--model beam-tiny --tp 2 --context 500)"
         )
+    kind = getattr(torch, dtype.value)
+    refuse_early(
+        resolved.config,
+        tp,
+        layers=layers,
+        device=torch.device(device.value),
+        dtype=kind,
+        experts=experts.value,
+        context=context,
+        batch=batch,
+        variants=names or (),
+    )
     with Progress("decode") as progress, torch.inference_mode():
         progress.told(0, 1, "measuring memory bandwidth")
         rates = measured_peaks(device.value)
         if device == Place.cuda:
             torch.cuda.empty_cache()
+        progress.told(0, 1, "making the weights")
         weights = RankWeights.random(
             resolved.config,
             tp,
             layers=layers,
             device=device.value,
-            dtype=getattr(torch, dtype.value),
+            dtype=kind,
             seed=rank,
+            experts=experts.value,
         )
         state = RankState(weights, context, batch=batch)
         found = measure(
@@ -120,37 +152,68 @@ def decode(
             progress=progress.told,
         )
     document = described(found, rates)
-    write_document(out, document)
+    unwritten = None
+    try:
+        write_document(out, document)
+    except FileError as error:  # what took minutes is shown all the same
+        unwritten = error
     if json:
         answer(document)
     else:
         from workbench.terminal import out as console
 
         page(document, console())
+    if unwritten is not None:
+        raise unwritten
     if found.failed:
         raise KernelError(
             f"{', '.join(found.failed)} did not agree with the FP64 reference: "
             f"{found.variants[found.failed[0]]['failures'][0]}"
         )
+    lost = found.quantisation
+    if lost is not None and not lost.passed:
+        raise KernelError(
+            f"rounding the experts to FP8 moved the MLP output of layer {lost.layer} by "
+            f"{lost.mlp_output:.1%}, and {lost.limit:.1%} is the most it may"
+        )
 
 
 def page(document: dict[str, Any], console: Console) -> None:
     """The waterfall as a table, and what it is of."""
+    from rich.markup import escape
     from rich.table import Table
+
+    from workbench.terminal import printable
+
+    def plain(text: str) -> str:
+        """A text that is not ours: brackets of it are no markup."""
+        return escape(printable(text))
 
     d = document
     console.print(
-        f"{d['model']}, rank {d['rank']} of {d['tp']}, {d['layers']} of {d['of_layers']} layers, "
-        f"batch {d['batch']}, context {d['context']:,}, {d['dtype']}; {d['hardware']}, {d['date']}"
+        f"{plain(d['model'])}, rank {d['rank']} of {d['tp']}, {d['layers']} of {d['of_layers']} "
+        f"layers, batch {d['batch']}, context {d['context']:,}, {d['dtype']}; "
+        f"{plain(d['hardware'])}, {d['date']}"
     )
     console.print(
         f"floor {d['floor_milliseconds']:.3f} ms: {d['weight_bytes'] / 1e9:.2f} GB of weights and "
         f"{d['cache_bytes'] / 1e9:.3f} GB of cache at {d['bandwidth'] / 1e12:.2f} TB/s, measured "
         f"here; {d['note']}"
     )
-    table = Table("variant", "what it adds", "from", "ms", "low", "high", "of floor", "max error")
+    lost = d.get("error_gate", {}).get("quantisation")
+    if lost is not None:
+        console.print(
+            f"experts {d['expert_weights']}: rounding moves weights by {lost['weights']:.1%}, a "
+            f"layer's MLP output by {lost['mlp_output']:.1%} (limit {lost['limit']:.1%}); errors "
+            "below are against the rounded weights"
+        )
+    # On a narrow terminal fewer columns, and all of their letters.
+    wide = console.width >= _WIDE
+    table = Table() if wide else Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in _COLUMNS if wide else [name for name in _COLUMNS if name in _NARROW]:
+        table.add_column(heading, overflow="fold")
     for name, row in d["variants"].items():
-        table.add_row(
+        cells = (
             name,
             row["title"],
             row["origin"],
@@ -158,14 +221,22 @@ def page(document: dict[str, Any], console: Console) -> None:
             _said(row["fraction_of_floor"], ".0%"),
             f"{row['check']['worst_layer_error']:.1e}" + _remark(row),
         )
+        shown = dict(zip(_COLUMNS, cells, strict=True))
+        table.add_row(*(shown[str(column.header)] for column in table.columns))
     console.print(table)
     for name, row in d["leave_one_out"].items():
         times = f"{_said(row['milliseconds'], '.3f')} ms, {_said(row['costs'], '+.3f')}"
         why = "interpreted, not timed" if row["passed"] else "FAILED, not timed"
         console.print(f"without {name}: {why if row['milliseconds'] is None else times}")
     for name, reason in d["left_out"].items():
-        console.print(f"left out: {name}: {reason}")
-    console.print(f"two runs agree within {d['repeat_percent']:.1f} %")
+        console.print(f"left out: {name}: {plain(reason)}")
+    apart = d["repeat_percent"]
+    console.print("nothing was timed" if apart is None else f"two runs agree within {apart:.1f} %")
+
+
+_COLUMNS = ("variant", "what it adds", "from", "ms", "low", "high", "of floor", "max error")
+_NARROW = ("variant", "ms", "of floor", "max error")
+_WIDE = 100  # columns of a terminal that all of these fit
 
 
 def _remark(row: dict[str, Any]) -> str:

@@ -45,7 +45,8 @@ _PUBLIC = {
     "parameter_treemap": "parameters",
     "plan_table": "kv_pages",
     "position_reach": "positions",
-    "rank_kernels": "rank_decode",
+    "rank_contexts": "rank_lengths",
+    "rank_kernels": "rank_times",
     "rank_leave_one_out": "rank_decode",
     "rank_waterfall": "rank_decode",
     "reconciliation": "startup",
@@ -118,9 +119,10 @@ if TYPE_CHECKING:
     from workbench.views.model_check import step_comparisons as step_comparisons
     from workbench.views.parameters import parameter_treemap as parameter_treemap
     from workbench.views.positions import position_reach as position_reach
-    from workbench.views.rank_decode import rank_kernels as rank_kernels
     from workbench.views.rank_decode import rank_leave_one_out as rank_leave_one_out
     from workbench.views.rank_decode import rank_waterfall as rank_waterfall
+    from workbench.views.rank_lengths import rank_contexts as rank_contexts
+    from workbench.views.rank_times import rank_kernels as rank_kernels
     from workbench.views.residual import residual_scale as residual_scale
     from workbench.views.spec_blocks import block_strip as block_strip
     from workbench.views.spec_curves import acceptance_curves as acceptance_curves

@@ -50,14 +50,21 @@ def rank(one_thread: None) -> Make:
         headroom: int = 16,
         tp: int = 2,
         layout: Any = "HI",
+        experts: Any = "same",
         **changes: Any,
     ) -> tuple[RankWeights, RankState]:
         weights = RankWeights.random(
-            small_config(**changes), tp, device="cpu", dtype=dtype, down_layout=layout
-        )
-        # The few values of a small layer would leave everything near zero otherwise.
+            small_config(**changes), tp, device="cpu", dtype=dtype, down_layout=layout,
+            experts=experts,
+        )  # fmt: skip
+        # The few values of a small layer would leave everything near zero otherwise. FP8 experts
+        # stay what their seed makes them.
+        kept = [weights.embed]
+        if experts == "fp8":
+            kept += [each for layer in weights.layers for each in layer.of_experts()]
+        places = {each.data_ptr() for each in kept}
         for tensor in weights.tensors():
-            if tensor.dim() > 1 and tensor is not weights.embed:
+            if tensor.dim() > 1 and tensor.data_ptr() not in places:
                 tensor.mul_(5)
         return weights, RankState(weights, context, batch=batch, headroom=headroom)
 

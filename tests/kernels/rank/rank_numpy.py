@@ -17,6 +17,26 @@ def values(x: torch.Tensor) -> Any:
     return x.detach().to(torch.float64).numpy().copy()
 
 
+def e4m3(x: torch.Tensor) -> Any:
+    """Float8 from its bits: a sign, four bits of exponent (bias 7), three of mantissa."""
+    bits = x.detach().view(torch.uint8).numpy().astype(np.int64)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal)
+    return np.where(bits & 128, -size, size)
+
+
+def expert_values(weights: Any, layer: Any, expert: int) -> tuple[Any, Any]:
+    """gate_up ``[2 I, H]`` and down ``[H, I]`` of an expert, FP8 or not."""
+    if layer.gate_up_scale is None:
+        up, down = values(layer.gate_up[expert]), values(layer.down[expert])
+        return up, down if weights.down_layout == "HI" else down.T
+    up, down = e4m3(layer.gate_up[expert]), e4m3(layer.down[expert])
+    down = down if weights.down_layout == "HI" else down.T
+    scale = values(layer.gate_up_scale[expert]), values(layer.down_scale[expert])
+    return up * scale[0][:, None], down * scale[1][:, None]
+
+
 class NumpyRank:
     """One sequence of a state, with caches by position and not by row."""
 
@@ -110,8 +130,7 @@ class NumpyRank:
             share = share / share.sum()
         total = np.zeros_like(x)
         for part, expert in zip(share, chosen, strict=True):
-            gate, up = np.split(values(layer.gate_up[expert]) @ x, 2)
-            act = gate / (1 + np.exp(-gate)) * up
-            down = values(layer.down[expert])
-            total += part * (down @ act if self.w.down_layout == "HI" else act @ down)
+            gate_up, down = expert_values(self.w, layer, int(expert))
+            gate, up = np.split(gate_up @ x, 2)
+            total += part * (down @ (gate / (1 + np.exp(-gate)) * up))
         return total * self.c.routed_scaling_factor

@@ -54,6 +54,12 @@ def test_two_sequences_are_refused() -> None:
         PersistentStep(*on_meta(batch=2))
 
 
+def test_fp8_experts_are_refused_before_their_bytes_are_read_as_bf16() -> None:
+    weights = RankWeights.random(BEAM, 8, layers=1, device="meta", experts="fp8")
+    with pytest.raises(KernelError, match="reads experts in BF16, not in fp8"):
+        PersistentStep(weights, RankState(weights, 16))
+
+
 def test_weights_elsewhere_are_refused() -> None:
     with pytest.raises(KernelError, match="on a CUDA GPU"):
         PersistentStep(*on_meta())
@@ -119,6 +125,21 @@ def test_every_layer_against_float64(weights: RankWeights, context: int) -> None
     assert found.next_token_equal or found.margin <= 1e-2
     assert int(state.position) == context + 1
     assert int(state.token) == int(state.next_token) == int(state.logits.argmax())
+
+
+@gpu
+def test_a_sequence_that_outgrows_short_attention(weights: RankWeights) -> None:
+    """Steps before, at and behind 16 splits of 320 keys, and back: no word of the other is left."""
+    state = RankState(weights, 5117)
+    step = PersistentStep(weights, state)
+    for _ in range(2):
+        for position in range(5117, 5124):
+            assert int(state.position) == position
+            found = check_step(step, weights, state)
+            step.check()
+            assert found.worst <= 1e-2
+            assert found.unexplained_sets == 0
+        state.reset()
 
 
 @gpu

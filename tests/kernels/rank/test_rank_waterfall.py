@@ -155,6 +155,119 @@ def test_nothing_is_timed_where_the_chain_is_wrong(
     assert found.to_dict()["milliseconds"] is None
 
 
+@without_gpu
+def test_what_was_not_timed_has_no_number(rank: Make) -> None:
+    weights, state = rank()
+    told: list[tuple[int, int, str]] = []
+    found = measure(
+        weights, state, variants=["norms"], rounds=2, rates=RATES, profile=False,
+        progress=lambda *one: told.append(one),
+    )  # fmt: skip
+    assert told == [(0, 4, "capturing norms"), (1, 4, "checking plain torch"),
+                    (2, 4, "checking norms"), (3, 4, "timing")]  # fmt: skip
+    document = described(found, RATES)
+    assert document["repeat_percent"] is None
+    assert document["rounds"] is None
+    assert "nothing was timed" in shown(document)
+    assert "agree within" not in shown(document)
+
+
+def shown(document: dict[str, Any], width: int = 140) -> str:
+    said = StringIO()
+    page(document, Console(file=said, width=width))
+    return said.getvalue()
+
+
+@without_gpu
+def test_the_page_shows_names_as_they_are_and_whole_numbers(rank: Make) -> None:
+    weights, state = rank()
+    found = measure(weights, state, variants=["naive"], rounds=2, rates=RATES, profile=False)
+    found.head["model"] = "./[/x][bold]y"
+    found.left_out["fused"] = "[red]why[/red]"
+    document = described(found, RATES)
+    spent = f"{document['variants']['naive']['milliseconds']:.3f}"
+    for width in (40, 80, 140):
+        text = shown(document, width)
+        assert "./[/x][bold]y" in text
+        assert "[red]why[/red]" in text
+        assert spent in text
+        assert "…" not in text
+        assert max(map(len, text.splitlines())) <= width
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"variants": []}, "no variant was asked for"),
+        ({"variants": ["norms"], "rounds": 1}, "2 rounds or more, not 1"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_runs(
+    arguments: dict[str, Any], said: str, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waterfall, "make", lambda *_: pytest.fail("a step was made"))
+    weights, state = rank()
+    with pytest.raises(KernelError, match=said):
+        measure(weights, state, rates=RATES, **arguments)
+    with pytest.raises(TypeError, match="several names"):
+        measure(weights, state, rates=RATES, variants="naive")
+
+
+def test_a_state_of_other_weights_is_refused(rank: Make) -> None:
+    weights, state = rank()
+    for others, what in (
+        (rank(dtype=torch.bfloat16)[0], "dtype"),
+        (rank(num_experts=24)[0], "sizes"),
+        (rank(num_hidden_layers=4, layer_types=("full_attention",) * 4,
+              mlp_layer_types=("dense",) * 4)[0], "layers"),
+    ):  # fmt: skip
+        for act in (lambda w: make("naive", w, state),
+                    lambda w: measure(w, state, rounds=2, rates=RATES)):  # fmt: skip
+            with pytest.raises(KernelError, match=what):
+                act(others)
+    make("naive", weights, state)
+
+
+@without_gpu
+def test_what_triton_cannot_run_is_left_out_and_a_defect_is_not(
+    rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources
+
+    from workbench.kernels.triton_runtime import TritonUnavailableError
+
+    weights, state = rank()
+    shipped = waterfall.make
+
+    def broken(error: Exception) -> None:
+        def made(name: str, *rest: Any) -> Any:
+            if name == "fused":
+                raise error
+            return shipped(name, *rest)
+
+        monkeypatch.setattr(waterfall, "make", made)
+
+    options: dict[str, Any] = {"rounds": 2, "rates": RATES, "profile": False}
+    for error, said in (
+        (OutOfResources(300, 200, "shared memory"), "cannot run the variant fused at these sizes"),
+        (TritonUnavailableError("there is no Triton"), "there is no Triton"),
+        (ModuleNotFoundError("No module named 'x'"), "the variant fused is not here"),
+    ):
+        broken(error)
+        monkeypatch.setattr(waterfall, "NAMES", ("naive", "fused"))
+        found = measure(weights, state, leave_one_out=False, **options)
+        assert said in found.left_out["fused"]
+        assert list(found.variants) == ["naive"]
+        with pytest.raises(KernelError, match=said):
+            measure(weights, state, variants=["fused"], **options)
+    for defect in (CompilationError(None, None, "a defect"), ImportError("cut short")):
+        broken(defect)
+        with pytest.raises(type(defect)):
+            measure(weights, state, **options)
+
+
 def test_stages_add_up() -> None:
     assert cumulative("naive") == {}
     assert cumulative("merged") == {"boundary": "triton", "rms_norm": "triton", "qkvg": "torch"}
@@ -177,6 +290,9 @@ def test_too_many_replays_for_the_state_are_refused(rank: Make) -> None:
         time_replays({"a": replay, "b": replay}, state, 2)
     with pytest.raises(KernelError, match="2 rounds or more"):
         time_replays({"a": replay}, state, 1)
+
+
+TINY = "--model beam-tiny --tp 2 --device cpu --context 9"
 
 
 def run(*arguments: str) -> Any:
@@ -208,22 +324,58 @@ def test_the_command_answers_with_one_document(tmp_path: Path, one_thread: None)
     [
         ("", "no CUDA GPU that torch can use; --device cpu runs a small model"),
         ("--variants naive,quick", "no variant 'quick' of the step; there are naive, norms"),
+        ("--variants ,", "--variants names none; give some of naive, norms"),
         ("--rank 8", "no rank 8 of 8"),
         ("--model beam-tiny --device cpu --tp 3", "does not divide"),
         ("--model beam-nothing", "unknown model"),
         ("--model beam-tiny --tp 2 --device cpu --context 2049", "exceeds the model's 2048"),
         ("--device cpu", "layers would fit"),
+        (f"{TINY} --layers 99", "the model has layers 1 to 9"),
+        (f"{TINY} --batch 2 --variants fused", "one sequence, not 2"),
+        (
+            f"{TINY} --batch 2 --variants naive,experts",
+            "for one sequence",
+        ),
+        (
+            f"{TINY} --batch 2 --variants persistent",
+            "one sequence, not 2",
+        ),
+        (f"{TINY} --experts fp8 --layers 1", "the first 1 layers of this model have no experts"),
+        (f"{TINY} --variants fused_pdl", "compute capability 9.0"),
+        (f"{TINY} --variants persistent", "runs on a CUDA GPU"),
+        (
+            f"{TINY} --batch 900000",
+            "choose a shorter --context or fewer",
+        ),
+        (f"{TINY} --batch {10**20}", "choose a shorter --context or fewer"),
     ],
 )
 def test_wrong_requests_are_one_sentence(
     arguments: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workbench.kernels.peaks.measured_peaks", lambda device: RATES)
-    monkeypatch.setattr("workbench.kernels.rank.weights.free_bytes", lambda device: 16 * 10**9)
+    def measured(device: str) -> Rates:
+        raise AssertionError("something was measured before the refusal")
+
+    monkeypatch.setattr("workbench.kernels.peaks.measured_peaks", measured)
+    for place in ("weights", "early"):
+        monkeypatch.setattr(f"workbench.kernels.rank.{place}.free_bytes", lambda device: 16 * 10**9)
     said = run(*arguments.split())
     assert said.exit_code == 1
     assert words in str(said.exception)
     assert "\n" not in str(said.exception)
+
+
+@without_gpu
+def test_a_result_that_cannot_be_written_is_shown(
+    one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    asked = ("--rounds", "2", "--variants", "naive", "--layers", "2")
+    said = run(*TINY.split(), *asked, "--json", "--out", "/dev/full")
+    assert said.exit_code == 1
+    assert "/dev/full cannot be written (No space left" in str(said.exception)
+    assert json.loads(said.stdout)["variants"]["naive"]["passed"]
 
 
 def test_the_fused_chain_compiles_for_blackwell() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from workbench.errors import KernelError
 from workbench.kernels.rank import RankState, RankWeights
 from workbench.kernels.rank import weights as rank_weights
+from workbench.kernels.rank.fp8 import quantisation_error
 from workbench.kernels.rank.state import rope_rows
 from workbench.model.presets import resolve
 
@@ -115,12 +117,41 @@ def test_memory_that_runs_out_on_the_way_is_one_sentence(monkeypatch: pytest.Mon
         ({"layers": 4}, "layers 1 to 3"),
         ({"tp": 5}, "does not divide"),
         ({"down_layout": "XY"}, "IH or HI"),
+        ({"dtype": torch.int8}, "activations cannot be int8"),
+        ({"dtype": torch.float8_e4m3fn}, "activations cannot be float8_e4m3fn"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, object], words: str) -> None:
     given = {"tp": 2, "device": "cpu"} | arguments
     with pytest.raises(KernelError, match=words):
         RankWeights.random(small_config(), **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda w: w.relayout("XX"), "IH or HI, not 'XX'"),
+        (lambda w: w.expert(w.layers[0], 0), "a dense layer has no experts"),
+        (lambda w: w.expert(w.layers[1], -1), "no expert -1; choose one of 0 to 11"),
+        (lambda w: w.expert(w.layers[1], 12), "no expert 12"),
+        (lambda w: w.unrounded(-1, 0), "no layer -1 here; choose one of 0 to 2"),
+        (lambda w: w.unrounded(3, 0), "no layer 3 here"),
+        (lambda w: w.unrounded(1, 12), "no expert 12"),
+        (lambda w: w.step_bytes(-1), "0 to 12 experts"),
+        (lambda w: w.step_bytes(float("nan")), "0 to 12 experts"),
+        (lambda w: w.step_bytes(batch=0), "1 or more sequences"),
+        (lambda w: w.cache_bytes(-1), "at position -1"),
+        (lambda w: quantisation_error(w, 0), "a layer with FP8 experts \\(1 to 2\\)"),
+        (lambda w: quantisation_error(w, 9), "in layer 9"),
+        (lambda w: quantisation_error(w, tokens=0), "over 0 tokens"),
+    ],
+)
+def test_what_does_not_exist_is_refused(ask: Any, words: str, rank: Make) -> None:
+    weights, _ = rank(experts="fp8")
+    layout, shapes = weights.down_layout, [t.shape for t in weights.tensors()]
+    with pytest.raises(KernelError, match=words):
+        ask(weights)
+    assert (weights.down_layout, [t.shape for t in weights.tensors()]) == (layout, shapes)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sentence for machines without a GPU")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from workbench.errors import KernelError
 from workbench.kernels import registry
-from workbench.kernels.rank import naive
+from workbench.kernels.rank import fp8, naive
 from workbench.kernels.rank.state import RankState
 from workbench.kernels.rank.weights import LayerWeights, RankWeights
 from workbench.kernels.reach import Reach
@@ -64,6 +64,63 @@ def forms(op: str) -> list[str]:
     return [*OWN.get(op, ()), *(n for n in known if n not in _KEPT_OUT.get(op, ()))]
 
 
+def resolved(
+    variants: Mapping[str, str], weights: RankWeights, state: RankState, device: torch.device
+) -> dict[str, Callable[..., Any]]:
+    """The function of every operation on ``device``; only sizes of weights and state are asked for.
+
+    Raises:
+        KernelError: a form that cannot run there, or on such weights.
+    """
+    where = Where.of(device, weights.dtype, weights.shapes)
+    experts = variants["expert_mlp"]
+    if experts not in OWN["expert_mlp"]:
+        if weights.experts != "same":
+            raise KernelError(
+                f"expert_mlp's variant {experts} cannot read {fp8.DESCRIPTION} experts: choose "
+                f"the form {' or '.join(OWN['expert_mlp'])}"
+            )
+        if experts == "triton" and weights.down_layout != "IH":
+            raise KernelError(
+                "expert_mlp's variant triton reads down projections [E, I, H] and these weights "
+                'are [E, H, I]: choose the form rows, or weights.relayout("IH") first'
+            )
+    return {op: _resolve(op, name, weights, state, where) for op, name in variants.items()}
+
+
+def _resolve(
+    op: str, name: str, weights: RankWeights, state: RankState, where: Where
+) -> Callable[..., Any]:
+    s = weights.shapes
+    if op == "qkvg" and name == "split":
+        return naive.split_projections(s.heads, s.kv_heads, s.head_dim)
+    if name == "plain":
+        if op == "qkv_write":
+            return naive.qkv_write
+        return naive.expert_mlp(weights.down_layout == "HI")
+    if op in _NOT_REGISTERED:
+        if name == "torch":
+            return linear
+        registry.find("qkvg", "triton", where)  # refuses where Triton does not run
+        from workbench.kernels.triton_linear import project
+
+        return project
+    if op == "expert_mlp" and name == "rows":
+        registry.find("expert_mlp", "triton", where)
+        if state.batch > 1 or weights.down_layout != "HI":
+            raise KernelError(
+                "the form rows of expert_mlp is for one sequence and down projections by rows, not "
+                f"for {state.batch} and {weights.down_layout}; use --batch 1 with "
+                'weights.relayout("HI"), or a stage before experts'
+            )
+        if weights.experts == "fp8" and (reason := fp8.why_not(torch.device(where.device))):
+            raise KernelError(reason)
+        from workbench.kernels.rank.triton_experts import expert_mlp_rows
+
+        return expert_mlp_rows
+    return registry.find(op, name, where).function
+
+
 class RankStep:
     """One decode step on ``state``; call it to launch it on the current stream.
 
@@ -89,43 +146,10 @@ class RankStep:
                     f"there is no form {name!r:.60} of {op}; there are {', '.join(forms(op))}"
                 )
         self.variants = {**NAIVE, **asked}
-        where = Where.of(weights.device, weights.dtype, weights.shapes)
-        self._call = {op: self._resolve(op, name, where) for op, name in self.variants.items()}
-        if self.variants["expert_mlp"] == "triton" and weights.down_layout != "IH":
-            raise KernelError(
-                "expert_mlp's variant triton reads down projections [E, I, H] and these weights "
-                'are [E, H, I]: choose the form rows, or weights.relayout("IH") first'
-            )
+        self._call = resolved(self.variants, weights, state, weights.device)
         self._slots = torch.arange(state.batch, device=weights.device)
         self.h: list[Tensor] = []
         self._ids: list[Tensor | None] = []
-
-    def _resolve(self, op: str, name: str, where: Where) -> Callable[..., Any]:
-        s = self.weights.shapes
-        if op == "qkvg" and name == "split":
-            return naive.split_projections(s.heads, s.kv_heads, s.head_dim)
-        if name == "plain":
-            if op == "qkv_write":
-                return naive.qkv_write
-            return naive.expert_mlp(self.weights.down_layout == "HI")
-        if op in _NOT_REGISTERED:
-            if name == "torch":
-                return linear
-            registry.find("qkvg", "triton", where)  # refuses where Triton does not run
-            from workbench.kernels.triton_linear import project
-
-            return project
-        if op == "expert_mlp" and name == "rows":
-            registry.find("expert_mlp", "triton", where)
-            if self.state.batch > 1 or self.weights.down_layout != "HI":
-                raise KernelError(
-                    "the form rows of expert_mlp is for one sequence and down projections "
-                    f"[E, H, I]; here are {self.state.batch} and {self.weights.down_layout}"
-                )
-            from workbench.kernels.rank.triton_experts import expert_mlp_rows
-
-            return expert_mlp_rows
-        return registry.find(op, name, where).function
 
     def __call__(self) -> None:
         """Launch the step: token -> next token, position -> position + 1, no host round trip."""
@@ -211,7 +235,8 @@ class RankStep:
         self._ids.append(ids)
         own = self.variants["expert_mlp"] in OWN["expert_mlp"]
         down = layer.down if own else w.down_ih(layer)
-        return call["expert_mlp"](x, layer.gate_up, down, ids, shares, s.routed_scale)
+        scales = () if layer.gate_up_scale is None else (layer.gate_up_scale, layer.down_scale)
+        return call["expert_mlp"](x, layer.gate_up, down, ids, shares, s.routed_scale, *scales)
 
     def _advance(self, chosen: Tensor) -> None:
         st = self.state

@@ -18,6 +18,7 @@ from torch import Tensor
 from workbench.errors import KernelError
 from workbench.kernels import registry
 from workbench.kernels.launching import dependent_launch
+from workbench.kernels.rank import fp8
 from workbench.kernels.rank import triton_attention as ta
 from workbench.kernels.rank import triton_experts as te
 from workbench.kernels.rank import triton_vectors as tv
@@ -31,8 +32,8 @@ from workbench.model.config import SSMAX_LENGTH, SSMAX_POWER
 # The interpreter runs programs one after the other: few, and enough to divide work among them.
 _FEW = FusedConfig(
     qkvg=(256, 4), o_proj=(128, 4), router=(16, 4), gate_up=(32, 4), down=(128, 4),
-    dense_up=(256, 4), dense_down=(128, 4), head=(1024, 4), keys=32, sliding_splits=2,
-    full_splits=3,
+    fp8_up=(32, 4), fp8_down=(128, 4), dense_up=(256, 4), dense_down=(128, 4), head=(1024, 4),
+    keys=32, sliding_splits=2, full_splits=3,
 )  # fmt: skip
 
 
@@ -49,6 +50,39 @@ class _Boundary(NamedTuple):
     stream: Tensor
     normed: Tensor
     scale: tuple[float, float]
+
+
+def refuse_fused(
+    weights: RankWeights, state: RankState, device: torch.device, dependent: bool | None
+) -> None:
+    """Refuse what the fused chain cannot do on ``device``; only sizes of the others are asked for.
+
+    Raises:
+        KernelError: several sequences, experts in the other layout, Triton that does not run
+            here, dependent launches on a GPU that has none, or FP8 on one that is too old.
+    """
+    s = weights.shapes
+    if device.type != "meta":  # sizes only: nothing is launched
+        registry.find("qkvg", "triton", Where.of(device, weights.dtype, s))
+    if state.batch != 1:
+        raise KernelError(
+            f"the fused chain decodes one sequence, not {state.batch}; use the chain of "
+            "single operations for a batch"
+        )
+    if weights.down_layout != "HI":
+        raise KernelError('the fused chain reads down projections [E, H, I]: relayout("HI")')
+    if s.head_dim & (s.head_dim - 1):
+        raise KernelError(
+            f"the fused chain takes heads of a power of two, not {s.head_dim}; use the chain "
+            "of single operations"
+        )
+    if dependent and not dependent_launch(torch.empty(0, device=device)):
+        raise KernelError(
+            "programmatic dependent launches need a GPU of compute capability 9.0 or newer; "
+            "leave them out (fused instead of fused_pdl)"
+        )
+    if weights.experts == "fp8" and (reason := fp8.why_not(device)):
+        raise KernelError(reason)
 
 
 class FusedStep:
@@ -72,31 +106,12 @@ class FusedStep:
         ``dependent`` (None: where the GPU has it): programmatic dependent launches.
 
         Raises:
-            KernelError: several sequences, experts in the other layout, Triton that does not run
-                here, or dependent launches on a GPU that has none.
+            KernelError: as :func:`refuse_fused` says.
         """
         s, device = weights.shapes, weights.device
-        if device.type != "meta":  # sizes only: nothing is launched
-            registry.find("qkvg", "triton", Where.of(device, weights.dtype, s))
-        if state.batch != 1:
-            raise KernelError(
-                f"the fused chain decodes one sequence, not {state.batch}; use the chain of "
-                "single operations for a batch"
-            )
-        if weights.down_layout != "HI":
-            raise KernelError('the fused chain reads down projections [E, H, I]: relayout("HI")')
-        able = dependent_launch(weights.norm)
-        if s.head_dim & (s.head_dim - 1):
-            raise KernelError(
-                f"the fused chain takes heads of a power of two, not {s.head_dim}; use the chain "
-                "of single operations"
-            )
-        if dependent and not able:
-            raise KernelError(
-                "programmatic dependent launches need a GPU of compute capability 9.0 or newer; "
-                "leave them out (fused instead of fused_pdl)"
-            )
+        refuse_fused(weights, state, device, dependent)
         self.weights, self.state = weights, state
+        able = dependent_launch(weights.norm)
         self.dependent = able if dependent is None else dependent
         self.config = config or (_FEW if INTERPRETED else FusedConfig())
         count, dtype = len(weights.layers), weights.dtype
@@ -249,10 +264,13 @@ class FusedStep:
             c.ahead_programs, c.ahead == "late", pdl,
         )  # fmt: skip
         act = self._act[index, : s.top_k * s.expert_width].view(s.top_k, s.expert_width)
-        te.launch_experts_up(y, layer.gate_up, ids, act, *c.gate_up, pdl)
+        scaled = layer.gate_up_scale is not None
+        up, down = (c.fp8_up, c.fp8_down) if scaled else (c.gate_up, c.down)
+        te.launch_experts_up(y, layer.gate_up, ids, act, *up, pdl, layer.gate_up_scale)
         te.launch_experts_down(
-            act, layer.down, ids, shares, self._moved[index], s.routed_scale, *c.down, pdl, pdl
-        )
+            act, layer.down, ids, shares, self._moved[index], s.routed_scale, *down, pdl, pdl,
+            layer.down_scale,
+        )  # fmt: skip
 
     def _ahead(self, index: int) -> Tensor | None:
         """What is brought into the L2 while the experts are chosen."""

@@ -15,7 +15,8 @@ class FusedConfig:
     and ``norm_in_qkvg``: the boundary before that product is computed by each of its programs.
     ``ahead``: whether the next layer's first weights are brought into the L2 while the experts are
     chosen, and from when on (with the launch, or when the scores are there), by
-    ``ahead_programs`` programs.
+    ``ahead_programs`` programs. ``fp8_up`` and ``fp8_down`` take the place of ``gate_up`` and
+    ``down`` where the experts are FP8.
     """
 
     qkvg: tuple[int, int] = (2, 4)
@@ -23,6 +24,8 @@ class FusedConfig:
     router: tuple[int, int] = (2, 4)
     gate_up: tuple[int, int] = (1, 1)
     down: tuple[int, int] = (4, 4)
+    fp8_up: tuple[int, int] = (1, 1)
+    fp8_down: tuple[int, int] = (8, 4)
     dense_up: tuple[int, int] = (2, 4)
     dense_down: tuple[int, int] = (8, 4)
     head: tuple[int, int] = (4, 4)

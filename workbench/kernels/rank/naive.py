@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workbench.kernels.rank import fp8
 from workbench.kernels.reference import (
     apply_rope,
     linear,
@@ -69,7 +70,8 @@ def expert_mlp(rows: bool) -> Callable[..., Tensor]:
     """The operation ``expert_mlp`` for any number of tokens without asking the host which experts.
 
     The chosen experts' weights are gathered into a copy, then batched products are taken. ``rows``:
-    down projections are ``[E, H, I]`` instead of ``[E, I, H]``.
+    down projections are ``[E, H, I]`` instead of ``[E, I, H]``. FP8 experts have scales: their copy
+    is float32, so that only the products are rounded, as with other experts.
     """
 
     def gathered(
@@ -79,13 +81,21 @@ def expert_mlp(rows: bool) -> Callable[..., Tensor]:
         ids: Tensor,  # [N, K]
         weights: Tensor,  # [N, K] float32
         scale: float,
+        gate_up_scale: Tensor | None = None,  # float32 [E, 2 I], of FP8 experts
+        down_scale: Tensor | None = None,  # float32 [E, H]
     ) -> Tensor:
         n, top_k = ids.shape
         chosen = ids.flatten()
         pairs = x.repeat_interleave(top_k, 0)[:, :, None]  # [N K, H, 1]
-        act = swiglu(torch.bmm(gate_up[chosen], pairs)[..., 0])[:, :, None]  # [N K, I, 1]
-        own = down[chosen] if rows else down[chosen].mT
-        out = torch.bmm(own, act)[..., 0].float() * weights.flatten()[:, None]
+        if gate_up_scale is None or down_scale is None:
+            up, own = gate_up[chosen], down[chosen] if rows else down[chosen].mT
+        else:
+            up = fp8.chosen(gate_up, gate_up_scale, chosen)
+            own = fp8.chosen(down, down_scale, chosen, rows)
+        pairs = torch.bmm(up, pairs.to(up.dtype))[..., 0].to(x.dtype)
+        act = swiglu(pairs)[:, :, None]  # [N K, I, 1]
+        each = torch.bmm(own, act.to(own.dtype))[..., 0].to(x.dtype)
+        out = each.float() * weights.flatten()[:, None]
         return out.unflatten(0, (n, top_k)).sum(1).to(x.dtype) * scale
 
     return gathered

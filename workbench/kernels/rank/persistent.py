@@ -33,7 +33,7 @@ SIZES = {
 }
 WINDOW = 512
 MIN_BLOCKS, MAX_BLOCKS = 32, 256
-_BUFFERS = 4  # exchange.cuh
+_BUFFERS = 8  # exchange.cuh
 _EMPTY = -1
 _KILOCYCLES_A_SECOND = 1_930_000  # units of 1024 cycles at 1.98 GHz
 # waits.cuh, in its order.
@@ -104,12 +104,13 @@ class PersistentStep:
         patience: float = 1.0,
         depth: int = 1,
         depth_free: int = 4,
-        pace: int = 900,
+        pace: int = 600,
     ) -> None:
         """Build the kernel and allocate what blocks exchange.
 
-        ``patience`` is how many seconds a wait may take before the step gives up; ``depth`` and
-        ``depth_free`` how many groups of 40 KB a block keeps in flight before and behind the
+        ``patience`` is about how many seconds a wait may take before the step gives up (waits for
+        other blocks count polls, of about half a microsecond each); ``depth`` and ``depth_free``
+        how many groups of 40 KB a block keeps in flight before and behind the
         router; ``pace`` cycles between two prefetches of the next layer (0: none).
 
         Raises:
@@ -255,6 +256,11 @@ def _check(weights: RankWeights, state: RankState) -> None:
     if state.batch != 1:
         raise KernelError(
             f"the persistent kernel decodes one sequence, not {state.batch}; use --batch 1"
+        )
+    if weights.experts != "same":
+        raise KernelError(
+            f"the persistent kernel reads experts in BF16, not in {weights.experts}; use a Triton "
+            "variant"
         )
     if weights.device.type != "cuda" or weights.dtype != torch.bfloat16:
         raise KernelError(

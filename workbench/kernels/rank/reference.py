@@ -2,7 +2,8 @@
 
 Sums, norms, softmax, products are float64; where the model rounds (docs/model.md) the result is
 rounded to the activation dtype. So a step's error is what its own order of additions and its own
-shortcuts cost. Written apart from the steps, explicit loops, nothing shared with them.
+shortcuts cost. FP8 experts are taken at what they mean, value times scale, which float64 holds
+exactly. Written apart from the steps, explicit loops, nothing shared with them.
 
 A random mixture of experts is chaotic over depth: one flipped bit chooses another expert, and
 after 52 layers two right computations have nothing in common. So comparisons are teacher-forced:
@@ -171,10 +172,10 @@ class Reference:
             share = share / share.sum()
         total = torch.zeros(s.hidden, dtype=torch.float64, device=x.device)
         for part, expert in zip(share, ids.tolist(), strict=True):
-            gate, up = self._product(layer.gate_up[expert], x).chunk(2)
+            gate_up, down = self.weights.expert(layer, expert)
+            gate, up = self._product(gate_up, x).chunk(2)
             act = self._round(gate * torch.sigmoid(gate) * up)
-            down = layer.down[expert].double()
-            total += part * (down @ act if self.weights.down_layout == "HI" else act @ down)
+            total += part * (down @ act)
         return self._round(self._round(total) * s.routed_scale), ids, biased, blur
 
     def _choose(self, biased: Tensor) -> Tensor:

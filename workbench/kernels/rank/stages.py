@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from workbench.errors import KernelError
-from workbench.kernels.rank.chain import RankStep
+from workbench.kernels.rank import fp8
+from workbench.kernels.rank.chain import NAIVE, RankStep, resolved
 from workbench.kernels.rank.fused_config import FusedConfig
 from workbench.kernels.rank.reference import Step
 from workbench.kernels.rank.state import RankState
@@ -112,7 +115,13 @@ def stage(name: str) -> Stage:
 
 
 def cumulative(upto: str, leave_out: Sequence[str] = ()) -> dict[str, str]:
-    """Forms of all stages up to ``upto``, but those of ``leave_out``."""
+    """Forms of all stages up to ``upto``, but those of ``leave_out``.
+
+    Raises:
+        KernelError: a name that no stage has.
+    """
+    for name in (upto, *leave_out):
+        stage(name)
     forms: dict[str, str] = {}
     for one in STAGES:
         if one.name not in leave_out:
@@ -130,13 +139,67 @@ def _fused(
     return FusedStep(weights, state, dependent=dependent, config=config)
 
 
+def refuse_foreign(weights: RankWeights, state: RankState) -> None:
+    """Refuse a state that was made for other weights: kernels would read beside its caches.
+
+    Raises:
+        KernelError: with what differs.
+    """
+    k, count = state.k[0], len(weights.layers)  # a state of more layers will do
+    pairs = {
+        "sizes": (state.shapes, weights.shapes),
+        "layers": ([rows.shape[1] for rows in state.k[:count]],
+                   [state.rows_of(layer.full) for layer in weights.layers]),
+        "dtype": (k.dtype, weights.dtype),
+        "device": (k.device, weights.device),
+    }  # fmt: skip
+    other = [what for what, (found, wanted) in pairs.items() if found != wanted]
+    if other:
+        raise KernelError(
+            f"this state is of other weights ({', '.join(other)} differ): make one with "
+            "RankState(weights, context)"
+        )
+
+
+def _refuse_persistent(weights: RankWeights, state: RankState, device: torch.device) -> None:
+    """What the persistent kernel refuses and sizes do not; its own check says the rest."""
+    if weights.experts != "same":
+        raise KernelError(
+            f"the persistent kernel reads BF16 experts, not {fp8.DESCRIPTION}; use a Triton variant"
+        )
+    if state.batch != 1:
+        raise KernelError(
+            f"the persistent kernel decodes one sequence, not {state.batch}; use --batch 1"
+        )
+    if device.type != "cuda":
+        raise KernelError(f"the persistent kernel runs on a CUDA GPU, not on {device}")
+
+
 def _persistent(weights: RankWeights, state: RankState) -> Step:
     import importlib
 
+    _refuse_persistent(weights, state, weights.device)
     made: Step = importlib.import_module("workbench.kernels.rank.persistent").PersistentStep(
         weights, state
     )
     return made
+
+
+def refuse(name: str, weights: RankWeights, state: RankState, device: torch.device) -> None:
+    """Refuse what :func:`make` would refuse on ``device``; weights and state may be sizes only.
+
+    Raises:
+        KernelError: no such stage, or it cannot run there.
+    """
+    one = stage(name)
+    if name == "persistent":
+        _refuse_persistent(weights, state, device)
+    elif one.whole:
+        from workbench.kernels.rank.fused import refuse_fused
+
+        refuse_fused(weights, state, device, name == "fused_pdl")
+    else:
+        resolved({**NAIVE, **cumulative(name)}, weights, state, device)
 
 
 def make(
@@ -145,9 +208,10 @@ def make(
     """The step of a stage: everything up to it, or a step of its own; ``config`` of the fused ones.
 
     Raises:
-        KernelError: no such stage, or it cannot run here.
+        KernelError: no such stage, it cannot run here, or the state is not of these weights.
     """
     one = stage(name)
+    refuse_foreign(weights, state)
     if name == "persistent":
         return _persistent(weights, state)
     if one.whole:

@@ -15,6 +15,7 @@ from workbench.kernels.footprint import free_bytes
 from workbench.kernels.rank.weights import SPARE_BYTES, RankWeights
 
 HEADROOM = 1024  # positions behind the context into which replays may advance
+_MOST = 1 << 60  # bytes
 _CHUNK = 1 << 16  # rows of the RoPE table made at a time: its angles are float64
 
 
@@ -66,6 +67,12 @@ class RankState:
         meta = device.type == "meta"  # sizes only
         need, free = self._bytes(weights), None if meta else free_bytes(str(device))
         spare = SPARE_BYTES // 2 if device.type == "cuda" else 0
+        if need > _MOST:  # beyond any memory, and beyond what torch can count
+            raise KernelError(
+                f"the caches of {batch} sequences of {context} tokens need "
+                f"{hardware.gigabytes(need)}; choose a shorter --context or fewer sequences "
+                "(--batch)"
+            )
         if free is not None and need + spare > free:
             raise KernelError(
                 f"the caches of {batch} sequences of {context} tokens need "

@@ -6,7 +6,7 @@ from typing import Any
 
 from workbench.kernels.rank.fused import FusedStep
 from workbench.kernels.rank.state import RankState
-from workbench.kernels.rank.weights import RankWeights
+from workbench.kernels.rank.weights import ExpertFormat, RankWeights
 from workbench.kernels.triton_compile import Job
 from workbench.model.config import BeamConfig
 
@@ -14,12 +14,19 @@ from workbench.model.config import BeamConfig
 LAYERS = 5
 
 
-def job(config: BeamConfig, tp: int = 8, context: int = 4096) -> Job:
+def job(
+    config: BeamConfig, tp: int = 8, context: int = 4096, experts: ExpertFormat = "same"
+) -> Job:
     """What :func:`workbench.kernels.triton_compile.compile_in_child` takes."""
     return Job(
-        name=f"fused decode step, TP{tp}, context {context}",
+        name=f"fused decode step, TP{tp}, context {context}, experts {experts}",
         call=f"{__name__}:compile_step",
-        argument={"config": config.to_dict(), "tp": tp, "context": context},
+        argument={
+            "config": config.to_dict(),
+            "tp": tp,
+            "context": context,
+            "experts": experts,
+        },
     )
 
 
@@ -27,5 +34,7 @@ def compile_step(argument: dict[str, Any]) -> None:
     """Call the fused step on tensors without memory, in the compiling child."""
     config = BeamConfig.from_dict(argument["config"])
     layers = min(LAYERS, config.num_hidden_layers)
-    weights = RankWeights.random(config, argument["tp"], layers=layers, device="meta")
+    weights = RankWeights.random(
+        config, argument["tp"], layers=layers, device="meta", experts=argument["experts"]
+    )
     FusedStep(weights, RankState(weights, argument["context"]))()

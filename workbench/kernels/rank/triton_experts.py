@@ -1,4 +1,8 @@
-"""Triton kernels of one token's experts, down projections by rows (see ``triton_vectors.py``)."""
+"""Triton kernels of one token's experts, down projections by rows (see ``triton_vectors.py``).
+
+FP8 experts (``fp8.py``) go through the same kernels: values become float32 in registers, as BF16's
+do, and a row's scale multiplies its sum. A load of 16 bytes is 16 of them.
+"""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
 # Kernels have no annotations but constexpr: Triton types them at each launch.
@@ -71,6 +75,7 @@ def top_k_ahead(
 def experts_up(
     x_ptr,  # [K]
     weight_ptr,  # [E, 2 WIDTH, K], gate rows first
+    scale_ptr,  # float32 [E, 2 WIDTH] where SCALED
     ids_ptr,  # int64 [experts a token]
     act_ptr,  # [experts a token, WIDTH]
     WIDTH: tl.constexpr,
@@ -78,6 +83,7 @@ def experts_up(
     K0: tl.constexpr,
     K1: tl.constexpr,
     ROWS: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """act[j] = SwiGLU of expert ids[j] on x. Grid: (WIDTH / ROWS, experts a token)."""
@@ -95,6 +101,10 @@ def experts_up(
         b = K0 + tl.arange(0, K1)
         w_b = weight_tile(at + b[None, :], live, b, K, K0 + K1)
         u_b = weight_tile(at + up + b[None, :], live, b, K, K0 + K1)
+    if SCALED:
+        scale = scale_ptr + expert * (2 * WIDTH) + row
+        gate_scale = tl.load(scale, mask=live, other=0.0)
+        up_scale = tl.load(scale + WIDTH, mask=live, other=0.0)
     x = vector(x_ptr, a, K, K0)[None, :]
     gate = tl.sum(w_a.to(tl.float32) * x, 1)
     other = tl.sum(u_a.to(tl.float32) * x, 1)
@@ -102,6 +112,9 @@ def experts_up(
         x = vector(x_ptr, b, K, K0 + K1)[None, :]
         gate += tl.sum(w_b.to(tl.float32) * x, 1)
         other += tl.sum(u_b.to(tl.float32) * x, 1)
+    if SCALED:
+        gate *= gate_scale
+        other *= up_scale
     dtype: tl.constexpr = act_ptr.dtype.element_ty
     act = silu_times(gate, other, dtype).to(dtype)
     tl.store(act_ptr + tl.program_id(1) * WIDTH + row, act, mask=live)
@@ -111,10 +124,11 @@ def experts_up(
 def experts_down(
     act_ptr,  # [TOP_K, K]
     weight_ptr,  # [E, WIDTH, K]
+    scale_ptr,  # float32 [E, WIDTH] where SCALED
     ids_ptr,  # int64 [TOP_K]
     shares_ptr,  # float32 [TOP_K]
     out_ptr,  # [WIDTH]
-    scale,
+    routed_scale,
     WIDTH: tl.constexpr,
     K: tl.constexpr,
     K0: tl.constexpr,
@@ -122,10 +136,11 @@ def experts_down(
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two that holds TOP_K
     ROWS: tl.constexpr,
+    SCALED: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = round(scale * round(sum of share * (weight[id] @ act))): rows of all experts at once.
+    """out = round(routed_scale * round(sum of share * (weight[id] @ act))), rows of all experts.
 
     EARLY: the ids are there before the wait, so the weights are asked for first.
     """
@@ -143,17 +158,23 @@ def experts_down(
     if K1 > 0:
         b = K0 + tl.arange(0, K1)[None, None, :]
         w_b = tl.load(at + b, mask=live & (b < K), other=0.0, eviction_policy="evict_first")
+    if SCALED:
+        scale = scale_ptr + expert[:, None] * WIDTH + row[None, :]
+        scale = tl.load(scale, mask=chosen[:, None] & (row < WIDTH)[None, :], other=0.0)
     if EARLY:
         wait(PDL)
     share = tl.load(shares_ptr + j, mask=chosen, other=0.0)[:, None, None]
     act = act_ptr + (j * K)[:, None, None]
     x = tl.load(act + a, mask=chosen[:, None, None] & (a < K), other=0.0).to(tl.float32) * share
-    total = tl.sum(tl.sum(w_a.to(tl.float32) * x, 2), 0)
+    each = tl.sum(w_a.to(tl.float32) * x, 2)  # an expert's share of a row
     if K1 > 0:
         x = tl.load(act + b, mask=chosen[:, None, None] & (b < K), other=0.0)
-        total += tl.sum(tl.sum(w_b.to(tl.float32) * (x.to(tl.float32) * share), 2), 0)
+        each += tl.sum(w_b.to(tl.float32) * (x.to(tl.float32) * share), 2)
+    if SCALED:
+        each *= scale
+    total = tl.sum(each, 0)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    total = (total.to(dtype).to(tl.float32) * scale).to(dtype)
+    total = (total.to(dtype).to(tl.float32) * routed_scale).to(dtype)
     tl.store(out_ptr + row, total, mask=row < WIDTH)
 
 
@@ -185,27 +206,35 @@ def launch_top_k(
 
 
 def launch_experts_up(
-    x: Tensor, gate_up: Tensor, ids: Tensor, act: Tensor, rows: int, warps: int, pdl: bool
-) -> None:
-    """Launch :func:`experts_up`: x ``[H]``, gate_up ``[E, 2 I, H]``, a row of act an expert."""
+    x: Tensor, gate_up: Tensor, ids: Tensor, act: Tensor, rows: int, warps: int, pdl: bool,
+    scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Launch :func:`experts_up`: x ``[H]``, gate_up ``[E, 2 I, H]``, a row of act an expert.
+
+    ``scale``: float32 ``[E, 2 I]`` of FP8 experts.
+    """
     top_k, width = act.shape
     hidden = gate_up.shape[-1]
     experts_up[(triton.cdiv(width, rows), top_k)](
-        x, gate_up, ids, act, width, hidden, *parts(hidden), rows, pdl,
+        x, gate_up, gate_up if scale is None else scale, ids, act, width, hidden, *parts(hidden),
+        rows, scale is not None, pdl,
         num_warps=warps, **options(pdl),
     )  # fmt: skip
 
 
 def launch_experts_down(
-    act: Tensor, down: Tensor, ids: Tensor, shares: Tensor, out: Tensor, scale: float,
-    rows: int, warps: int, early: bool, pdl: bool,
+    act: Tensor, down: Tensor, ids: Tensor, shares: Tensor, out: Tensor, routed_scale: float,
+    rows: int, warps: int, early: bool, pdl: bool, scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch :func:`experts_down`: act ``[K, I]``, down ``[E, H, I]``, out ``[H]``."""
+    """Launch :func:`experts_down`: act ``[K, I]``, down ``[E, H, I]``, out ``[H]``.
+
+    ``scale``: float32 ``[E, H]`` of FP8 experts.
+    """
     top_k, width = act.shape
     hidden = down.shape[1]
     experts_down[(triton.cdiv(hidden, rows),)](
-        act, down, ids, shares, out, scale, hidden, width, *parts(width), top_k,
-        triton.next_power_of_2(top_k), rows, early, pdl,
+        act, down, down if scale is None else scale, ids, shares, out, routed_scale, hidden, width,
+        *parts(width), top_k, triton.next_power_of_2(top_k), rows, scale is not None, early, pdl,
         num_warps=warps, **options(pdl),
     )  # fmt: skip
 
@@ -217,6 +246,8 @@ def expert_mlp_rows(
     ids: Tensor,  # int64 [1, K]
     weights: Tensor,  # float32 [1, K]
     scale: float,
+    gate_up_scale: Tensor | None = None,  # float32 [E, 2 I], of FP8 experts
+    down_scale: Tensor | None = None,  # float32 [E, H]
 ) -> Tensor:
     """The operation ``expert_mlp`` of one token on down projections that lie by output rows.
 
@@ -225,6 +256,8 @@ def expert_mlp_rows(
     out = torch.empty_like(x)
     act = torch.empty(ids.shape[1], down.shape[2], dtype=x.dtype, device=x.device)
     rows = (512, 512) if INTERPRETED else (2, 8)
-    launch_experts_up(x, gate_up, ids, act, rows[0], 4, False)
-    launch_experts_down(act, down, ids, weights, out, scale, rows[1], 4, False, dependent_launch(x))
+    launch_experts_up(x, gate_up, ids, act, rows[0], 4, False, gate_up_scale)
+    launch_experts_down(
+        act, down, ids, weights, out, scale, rows[1], 4, False, dependent_launch(x), down_scale
+    )
     return out

@@ -8,6 +8,11 @@ decode`` (``schema`` counts its versions):
 * ``weight_bytes`` and ``cache_bytes`` that one step must read, ``bandwidth`` (bytes/s, measured in
   the same run), ``floor_milliseconds`` = both over the bandwidth, ``weights_floor_milliseconds`` of
   the weights alone;
+* ``expert_weights``: how the experts' values are kept, their dtype or ``fp8.DESCRIPTION``;
+* ``error_gate``: ``arithmetic``, the error that is allowed a variant (``limit``, which is
+  ``times_plain_torch`` the error of ``plain_torch``) and the ``worst`` of those that passed,
+  ``against`` the float64 of the same weights; ``quantisation``, what rounding the experts to FP8
+  costs (``fp8.QuantisationError``), None where they are not;
 * ``milliseconds`` and ``fraction_of_floor`` of the fastest variant that passed;
 * ``variants`` by name: ``title``, ``origin``, ``milliseconds`` (median of replays), ``low``,
   ``high`` (10th, 90th percentile), ``repeat`` (the second run's median), ``fraction_of_floor``,
@@ -19,7 +24,7 @@ decode`` (``schema`` counts its versions):
 * ``experts``: ``per_step`` (distinct ones, a sparse layer), ``over_steps`` of ``steps``;
 * ``kernels`` by variant: ``graph.kernel_times``;
 * ``hardware``, ``peaks``, ``versions``, ``date``, ``repeat_percent`` (largest difference of two
-  runs), ``in_graph``.
+  runs) and ``rounds``, both None where nothing was timed, ``in_graph``.
 """
 
 from __future__ import annotations
@@ -32,13 +37,22 @@ from typing import Any
 import torch
 
 from workbench import hardware
-from workbench.errors import KernelError
+from workbench.errors import KernelError, WorkbenchError
 from workbench.kernels.peaks import measured_peaks
+from workbench.kernels.rank import fp8
 from workbench.kernels.rank.chain import RankStep
+from workbench.kernels.rank.fp8 import QuantisationError, quantisation_error
 from workbench.kernels.rank.fused_config import FusedConfig
 from workbench.kernels.rank.graph import ROUNDS, Replay, Times, capture, kernel_times, time_replays
 from workbench.kernels.rank.reference import StepCheck, check_step
-from workbench.kernels.rank.stages import NAMES, STAGES, cumulative, make, stage
+from workbench.kernels.rank.stages import (
+    NAMES,
+    STAGES,
+    cumulative,
+    make,
+    refuse_foreign,
+    stage,
+)
 from workbench.kernels.rank.state import RankState
 from workbench.kernels.rank.weights import RankWeights
 from workbench.kernels.roofline import Rates
@@ -46,6 +60,7 @@ from workbench.kernels.roofline import Rates
 SCHEMA = "workbench-rank-decode/1"
 NOTE = "no all-reduce on one GPU: the rank's partial sums are used as if they were whole"
 INTERPRETED = "on a CPU there is no graph and Triton's kernels are interpreted: right, and no speed"
+AGAINST = "float64 of the same weights, FP8 ones as value times scale"
 # A stage's error may be this many times that of plain torch in the same precision.
 ERROR_RATIO = 2.0
 # Whatever plain torch reaches: sums in float32 may be taken in another order.
@@ -70,6 +85,7 @@ class Waterfall:
     experts: dict[str, Any] = field(default_factory=dict)
     kernels: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     tail: dict[str, Any] = field(default_factory=dict)
+    quantisation: QuantisationError | None = None
 
     @property
     def failed(self) -> list[str]:
@@ -116,32 +132,50 @@ def measure(
     before the weights are made.
 
     Raises:
-        KernelError: an unknown variant, or one that was asked for and cannot run here.
+        KernelError: an unknown variant, none at all, one that was asked for and cannot run here,
+            fewer than two rounds, or a state that is not of these weights.
     """
+    if isinstance(variants, str):
+        raise TypeError(f"variants are several names: [{variants!r:.60}] in place of it")
     wanted = list(NAMES if variants is None else dict.fromkeys(variants))
     for name in wanted:
         stage(name)
+    if not wanted:
+        raise KernelError(f"no variant was asked for; there are {', '.join(NAMES)}")
+    if rounds < 2:
+        raise KernelError(f"a median needs 2 rounds or more, not {rounds}")
+    refuse_foreign(weights, state)
     rates = rates or measured_peaks(weights.device)
     say = progress or (lambda done, of, label: None)
     found = Waterfall(head=_head(weights, state, rates, model, rank))
     replays: dict[str, Replay] = {}
+    parts = 2 * len(wanted) + 2
     for index, name in enumerate(wanted):
-        say(index, len(wanted) + 1, f"checking {name}")
+        say(index, parts, f"capturing {name}")
         try:
             replays[name] = capture(make(name, weights, state, config), state)
-        except (KernelError, ImportError) as error:
-            if variants is not None and not isinstance(error, ImportError):
+        except Exception as error:
+            refused = _refusal(name, error)
+            if refused is None:
                 raise
             if variants is not None:
-                raise KernelError(f"the variant {name} is not here: {error}") from error
-            found.left_out[name] = str(error)
-    own, checks = _checks(replays, weights, state)
-    limit = max(ERROR_FLOOR, ERROR_RATIO * max(own.worst, own.cache_error, own.logits_error))
+                raise refused from error
+            found.left_out[name] = str(refused)
+    own, checks = _checks(
+        replays, weights, state, lambda n, name: say(len(wanted) + n, parts, f"checking {name}")
+    )
+    plain = _worst(own)
+    limit = max(ERROR_FLOOR, ERROR_RATIO * plain)
+    found.quantisation = quantisation_error(weights)
     right = {name: r for name, r in replays.items() if not checks[name].failures(limit)}
-    others = _others(weights, state) if leave_one_out and "products" in right else {}
-    checks |= _checks(others, weights, state)[1]
+    others: dict[str, Replay] = {}
+    if leave_one_out and "products" in right:
+        others = _others(weights, state)
+        checks |= _checks(
+            others, weights, state, lambda _, name: say(parts - 2, parts, f"checking {name}")
+        )[1]
     right |= {name: r for name, r in others.items() if not checks[name].failures(limit)}
-    say(len(wanted), len(wanted) + 1, "timing")
+    say(parts - 1, parts, "timing")
     # What is not right is not timed, and an interpreter's time is no speed.
     timed = {name: r for name, r in right.items() if not _interpreted(name, weights.device)}
     first, second = (time_replays(timed, state, rounds) if timed else {} for _ in range(2))
@@ -171,8 +205,18 @@ def measure(
     apart = [abs(second[name].median / first[name].median - 1) * 100 for name in first]
     found.tail = {
         "error_limit": limit,
-        "repeat_percent": max(apart, default=0.0),
-        "rounds": max((times.rounds for times in first.values()), default=0),
+        "error_gate": {
+            "arithmetic": {
+                "limit": limit,
+                "times_plain_torch": ERROR_RATIO,
+                "plain_torch": plain,
+                "worst": max((_worst(checks[name]) for name in right), default=None),
+                "against": AGAINST,
+            },
+            "quantisation": found.quantisation and found.quantisation.to_dict(),
+        },
+        "repeat_percent": max(apart, default=None),
+        "rounds": max((times.rounds for times in first.values()), default=None),
         "in_graph": found.head["device"] == "cuda",
     }
     if replays:
@@ -184,6 +228,33 @@ def measure(
             if name in PROFILED and (rows := kernel_times(replay, state))
         }
     return found
+
+
+def _refusal(name: str, error: Exception) -> KernelError | None:
+    """Why a variant cannot run here; None for what is a defect.
+
+    Triton says only when it compiles or interprets a kernel that a block of it exceeds what this
+    GPU or any has. An import that is cut short (Ctrl-C) is no absent module.
+    """
+    if isinstance(error, KernelError):
+        return error
+    if isinstance(error, WorkbenchError):  # Triton is not installed, or only compiles here
+        return KernelError(str(error))
+    if isinstance(error, ModuleNotFoundError):
+        return KernelError(f"the variant {name} is not here: {error}")
+    reason = " ".join(str(error).split())
+    if not type(error).__module__.startswith("triton.") or not (
+        type(error).__name__ == "OutOfResources" or "maximum tensor numel" in reason
+    ):
+        return None
+    return KernelError(
+        f"Triton cannot run the variant {name} at these sizes here ({reason:.200}); leave it out, "
+        "or choose a smaller --model or another GPU"
+    )
+
+
+def _dtype(weights: RankWeights) -> str:
+    return str(weights.dtype).removeprefix("torch.")
 
 
 def _head(
@@ -200,13 +271,19 @@ def _head(
         "of_layers": weights.config.num_hidden_layers,
         "batch": state.batch,
         "context": state.context,
-        "dtype": str(weights.dtype).removeprefix("torch."),
+        "dtype": _dtype(weights),
+        "expert_weights": fp8.DESCRIPTION if weights.experts == "fp8" else _dtype(weights),
         "device": weights.device.type,
         "note": NOTE if weights.device.type == "cuda" else f"{NOTE}; {INTERPRETED}",
         "held_bytes": weights.bytes,
         "bandwidth": rates.bandwidth,
     }
     return head | _floor(moved, cache, rates.bandwidth)
+
+
+def _worst(check: StepCheck) -> float:
+    """The largest of the errors that the limit is for."""
+    return max(check.worst, check.cache_error, check.logits_error)
 
 
 def _floor(moved: float, cache: float, bandwidth: float) -> dict[str, float]:
@@ -219,12 +296,16 @@ def _floor(moved: float, cache: float, bandwidth: float) -> dict[str, float]:
 
 
 def _checks(
-    replays: Mapping[str, Replay], weights: RankWeights, state: RankState
+    replays: Mapping[str, Replay],
+    weights: RankWeights,
+    state: RankState,
+    say: Callable[[int, str], None],
 ) -> tuple[StepCheck, dict[str, StepCheck]]:
     """The check of plain torch, which the others are allowed a multiple of, and theirs."""
     plain = replays.get("naive") or capture(RankStep(weights, state), state)
     found = []
-    for replay in (plain, *replays.values()):
+    for index, (name, replay) in enumerate([("plain torch", plain), *replays.items()]):
+        say(index, name)
         state.reset()
         found.append(check_step(replay.step, weights, state, replay))
     state.reset()

@@ -62,7 +62,8 @@ DEVICE void attend_short(const Context& c, Ring& ring, const Exchange& x, const 
     uint32_t* w = c.at<uint32_t>(S_Q + c.warp * 256 + (c.lane >> 1) * 16 + (c.lane & 1) * 4);
     w[0] = v.x;
     w[2] = v.y;
-    if (c.warp == 1 && head == 0) *(uint2*)(L.k_cache + (size_t)p.new_row * HEAD_DIM + c.lane * 4) = v;
+    if (c.warp == 1 && head == 0)
+      *(uint2*)(L.k_cache + (size_t)p.new_row * HEAD_DIM + c.lane * 4) = v;
   } else if (c.warp == 2 && p.owner) {
     new_value(c, x, value, head == 0 ? L.v_cache + (size_t)p.new_row * HEAD_DIM : nullptr);
   }
@@ -81,7 +82,7 @@ DEVICE void attend_short(const Context& c, Ring& ring, const Exchange& x, const 
   }
   if (c.warp == WARPS - 1) {  // the new token's key: one score more, behind the others
     const uint2 a = *c.at<uint2>(S_Q + c.lane * 8), b = *c.at<uint2>(S_Q + 256 + c.lane * 8);
-    const float v = warp_sum(low(a.x) * low(b.x) + high(a.x) * high(b.x) + low(a.y) * low(b.y) + high(a.y) * high(b.y));
+    const float v = warp_sum(dot4(a, b));
     if (c.lane == 0) scores[n * CHUNK] = p.owner ? v * SCALE_LOG2 : -INFINITY;
   }
   consumers_sync();
@@ -98,7 +99,6 @@ DEVICE void attend_short(const Context& c, Ring& ring, const Exchange& x, const 
     uint4 w[2];
     w[0] = lds128(slot(c, ring, in_group) + c.t * 16);
     w[1] = lds128(slot(c, ring, in_group) + (c.t + CONSUMERS) * 16);
-    if (in_group == GROUP_SLOTS - 1 || i == n - 1) { __syncwarp(); drop(ring, 1); }
 #pragma unroll
     for (int y = 0; y < 2; y++) {
       const int key = row + 20 * y;
@@ -110,6 +110,7 @@ DEVICE void attend_short(const Context& c, Ring& ring, const Exchange& x, const 
 #pragma unroll
         for (int z = 0; z < 8; z++) pv[z] = fmaf(e, v[z], pv[z]);
     }
+    if (in_group == GROUP_SLOTS - 1 || i == n - 1) { __syncwarp(); drop(ring, 1); }
   }
 #pragma unroll
   for (int z = 0; z < 8; z++) pv[z] += __shfl_xor_sync(~0u, pv[z], 16);
@@ -137,15 +138,17 @@ DEVICE void attend_short(const Context& c, Ring& ring, const Exchange& x, const 
   }
 }
 
-// ---- long contexts: all six query heads over this block's chunks, 160 keys at a time.
-// Scores: a warp takes 16 keys; A is K as it lies, B the six queries (columns 6 and 7 are zero). A
-// lane's 16 bytes of a key hold k = 8 q ... 8 q + 7 of 32; words 0, 1 feed one mma and 2, 3 the next,
-// with the queries read in the same order, so nothing is shuffled.
+// ---- long contexts: all six query heads over this block's chunks, 160 keys at a time, of which a
+// warp takes 16, with an online softmax of its own: no warp waits for another until the end.
+// Scores: A is K as it lies, B the six queries (columns 6 and 7 are zero). A lane's 16 bytes of a
+// key hold k = 8 q ... 8 q + 7 of 32; words 0, 1 feed one mma and 2, 3 the next, with the queries
+// read in the same order, so nothing is shuffled. A lane gets heads 2 q and 2 q + 1 of keys g and
+// g + 8.
 DEVICE void attend_long(const Context& c, Ring& ring, const Exchange& x, const Layer& L,
                         const AttentionPlan& p, const bf16* qk_norm, float eps) {
-  float* probability = c.at<float>(S_LONG_P);
-  float* red = c.at<float>(S_LONG_RED);
-  float *value = c.at<float>(S_LONG_V), *exchange_s = c.at<float>(S_X);
+  float* probability = c.at<float>(S_LONG_P) + c.warp * 16 * 8;
+  float *tops = c.at<float>(S_LONG_RED), *sums = tops + 8 * PART_PITCH;
+  float *value = c.at<float>(S_LONG_V), *staged = c.at<float>(S_LONG_STAGE);
   const int g = c.lane >> 2, q = c.lane & 3;
   if (c.warp <= HEADS) {  // six queries and the new key
     const bool query = c.warp < HEADS;
@@ -157,32 +160,33 @@ DEVICE void attend_long(const Context& c, Ring& ring, const Exchange& x, const L
     new_value(c, x, value, p.owner ? L.v_cache + (size_t)p.new_row * HEAD_DIM : nullptr);
   }
   consumers_sync();
-  // The owner starts from the new token, whose key and value are not in the cache copy yet.
-  float top = -INFINITY;  // lane h: running maximum of head h (the same in all warps)
-  if (p.owner) {
-#pragma unroll 1
-    for (int h = 0; h < HEADS; h++) {
-      const uint2 a = *c.at<uint2>(S_LONG_Q + h * 256 + c.lane * 8), b = *c.at<uint2>(S_LONG_K + c.lane * 8);
-      const float v = warp_sum(low(a.x) * low(b.x) + high(a.x) * high(b.x) + low(a.y) * low(b.y) + high(a.y) * high(b.y));
-      if (c.lane == h) top = v * SCALE_LOG2;
-    }
-  }
-  float pv[HEADS][4];      // columns 4 lane ... 4 lane + 3 over this warp's keys
-  float sum[2] = {0, 0};   // heads 2 q and 2 q + 1 over this lane's keys
+  float top0 = -INFINITY, top1 = -INFINITY, sum0 = 0, sum1 = 0;  // of heads 2 q and 2 q + 1
+  float pv[HEADS][4];  // columns 4 lane ... 4 lane + 3 over this warp's keys
+  const bool starts = p.owner && c.warp == 0;  // with the new token, which the copied rows lack
 #pragma unroll
   for (int h = 0; h < HEADS; h++)
 #pragma unroll
-    for (int z = 0; z < 4; z++) pv[h][z] = p.owner && c.warp == 0 ? value[c.lane * 4 + z] : 0.f;
-  if (p.owner && c.warp == 0 && g == 0) sum[0] = sum[1] = 1.f;
+    for (int z = 0; z < 4; z++) pv[h][z] = starts ? value[c.lane * 4 + z] : 0.f;
+  if (starts) {
+#pragma unroll 1
+    for (int h = 0; h < HEADS; h++) {
+      const uint2 a = *c.at<uint2>(S_LONG_Q + h * 256 + c.lane * 8);
+      const uint2 b = *c.at<uint2>(S_LONG_K + c.lane * 8);
+      const float v = warp_sum(dot4(a, b));
+      if (q == h >> 1) { if (h & 1) top1 = v * SCALE_LOG2; else top0 = v * SCALE_LOG2; }
+    }
+    if (g == 0) sum0 = sum1 = 1.f;
+  }
 #pragma unroll 1
   for (int i0 = 0; i0 < p.count; i0 += GROUP_SLOTS) {
     const int n = min(p.count - i0, GROUP_SLOTS);
     const int valid = min(n * CHUNK, p.keys - (p.chunk + i0) * CHUNK);  // keys of this group
     // keys 16 warp + g and + 8; 8-key panels never cross a slot
-    const int key0 = c.warp * 16 + g, key1 = key0 + 8;
+    const int panel0 = c.warp * 16, panel1 = panel0 + 8;
+    const uint32_t at0 = panel0 % CHUNK * (HEAD_DIM * 2), at1 = panel1 % CHUNK * (HEAD_DIM * 2);
     take(c, ring, 1);
-    const uint32_t k0 = slot(c, ring, key0 / CHUNK) + (key0 % CHUNK) * (HEAD_DIM * 2) + q * 16;
-    const uint32_t k1 = slot(c, ring, key1 / CHUNK) + (key1 % CHUNK) * (HEAD_DIM * 2) + q * 16;
+    const uint32_t k0 = slot(c, ring, panel0 / CHUNK) + at0 + g * (HEAD_DIM * 2) + q * 16;
+    const uint32_t k1 = slot(c, ring, panel1 / CHUNK) + at1 + g * (HEAD_DIM * 2) + q * 16;
     float d[4] = {0, 0, 0, 0};
     {
       const uint32_t queries = c.smem + S_LONG_Q + g * 256 + q * 16;  // column g of B
@@ -195,100 +199,140 @@ DEVICE void attend_long(const Context& c, Ring& ring, const Exchange& x, const L
       }
     }
     drop(ring, 1);
-    // d: keys 0 and 1, heads 2 q and 2 q + 1. Keys past the end read stale bytes.
-    const float s00 = key0 < valid ? d[0] * SCALE_LOG2 : -INFINITY, s01 = key0 < valid ? d[1] * SCALE_LOG2 : -INFINITY;
-    const float s10 = key1 < valid ? d[2] * SCALE_LOG2 : -INFINITY, s11 = key1 < valid ? d[3] * SCALE_LOG2 : -INFINITY;
-    float m0 = fmaxf(s00, s10), m1 = fmaxf(s01, s11);
+    // Keys past the end read stale bytes.
+    const bool in0 = panel0 + g < valid, in1 = panel1 + g < valid;
+    const float s00 = in0 ? d[0] * SCALE_LOG2 : -INFINITY;
+    const float s01 = in0 ? d[1] * SCALE_LOG2 : -INFINITY;
+    const float s10 = in1 ? d[2] * SCALE_LOG2 : -INFINITY;
+    const float s11 = in1 ? d[3] * SCALE_LOG2 : -INFINITY;
+    float now0 = fmaxf(s00, s10), now1 = fmaxf(s01, s11);
 #pragma unroll
     for (int o = 4; o < 32; o <<= 1) {
-      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, o));
-      m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, o));
+      now0 = fmaxf(now0, __shfl_xor_sync(~0u, now0, o));
+      now1 = fmaxf(now1, __shfl_xor_sync(~0u, now1, o));
     }
-    if (g == 0) { red[(2 * q) * PART_PITCH + c.warp] = m0; red[(2 * q + 1) * PART_PITCH + c.warp] = m1; }
-    consumers_sync();
-    float factor = 1.f;
-    if (c.lane < HEADS) {
-      const float4 a = *(const float4*)(red + c.lane * PART_PITCH), b = *(const float4*)(red + c.lane * PART_PITCH + 4);
-      const float2 e = *(const float2*)(red + c.lane * PART_PITCH + 8);
-      const float seen = fmaxf(fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w))), fmaxf(e.x, e.y));
-      const float now = fmaxf(top, seen);
-      factor = exp2f(top - now);
-      top = now;
-    }
-    m0 = __shfl_sync(~0u, top, 2 * q);
-    m1 = __shfl_sync(~0u, top, 2 * q + 1);
-    const float p00 = exp2f(s00 - m0), p10 = exp2f(s10 - m0), p01 = exp2f(s01 - m1), p11 = exp2f(s11 - m1);
-    sum[0] = fmaf(sum[0], __shfl_sync(~0u, factor, 2 * q), p00 + p10);
-    sum[1] = fmaf(sum[1], __shfl_sync(~0u, factor, 2 * q + 1), p01 + p11);
-    *(float2*)(probability + key0 * 8 + 2 * q) = make_float2(p00, p01);
-    *(float2*)(probability + key1 * 8 + 2 * q) = make_float2(p10, p11);
+    now0 = fmaxf(now0, top0);
+    now1 = fmaxf(now1, top1);
+    const float m0 = now0 == -INFINITY ? 0.f : now0;  // no key yet: not inf - inf
+    const float m1 = now1 == -INFINITY ? 0.f : now1;
+    const float f0 = exp2f(top0 - m0), f1 = exp2f(top1 - m1);
+    top0 = now0;
+    top1 = now1;
+    const float p00 = exp2f(s00 - m0), p10 = exp2f(s10 - m0);
+    const float p01 = exp2f(s01 - m1), p11 = exp2f(s11 - m1);
+    sum0 = fmaf(sum0, f0, p00 + p10);
+    sum1 = fmaf(sum1, f1, p01 + p11);
+    *(float2*)(probability + g * 8 + 2 * q) = make_float2(p00, p01);
+    *(float2*)(probability + (g + 8) * 8 + 2 * q) = make_float2(p10, p11);
+    if (__any_sync(~0u, f0 != 1.f || f1 != 1.f)) {
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) {
-      const float f = __shfl_sync(~0u, factor, h);
+      for (int h = 0; h < HEADS; h++) {
+        const float f = __shfl_sync(~0u, h & 1 ? f1 : f0, h >> 1);
 #pragma unroll
-      for (int z = 0; z < 4; z++) pv[h][z] *= f;
+        for (int z = 0; z < 4; z++) pv[h][z] *= f;
+      }
     }
-    consumers_sync();
-    take(c, ring, 1);
-#pragma unroll 2
-    for (int j = c.warp; j < valid; j += WARPS) {  // a key a warp
-      const uint2 w = lds64(slot(c, ring, j / CHUNK) + (j % CHUNK) * (HEAD_DIM * 2) + c.lane * 8);
+    take(c, ring, 1);  // and orders the probabilities
+    auto add = [&](uint32_t key, const float* each) {
+      const uint2 w = lds64(key);
       const float v[4] = {low(w.x), high(w.x), low(w.y), high(w.y)};
-      const float4 e = *(const float4*)(probability + j * 8);
-      const float2 f = *(const float2*)(probability + j * 8 + 4);
-      const float each[HEADS] = {e.x, e.y, e.z, e.w, f.x, f.y};
+      const float4 e = *(const float4*)each;
+      const float2 f = *(const float2*)(each + 4);
+      const float weight[HEADS] = {e.x, e.y, e.z, e.w, f.x, f.y};
 #pragma unroll
       for (int h = 0; h < HEADS; h++)
 #pragma unroll
-        for (int z = 0; z < 4; z++) pv[h][z] = fmaf(each[h], v[z], pv[h][z]);
+        for (int z = 0; z < 4; z++) pv[h][z] = fmaf(weight[h], v[z], pv[h][z]);
+    };
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+      const int panel = half ? panel1 : panel0;
+      const uint32_t keys = slot(c, ring, panel / CHUNK) + (half ? at1 : at0) + c.lane * 8;
+      const float* each = probability + half * 64;
+      if (panel + 8 <= valid) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) add(keys + j * (HEAD_DIM * 2), each + j * 8);
+      } else {
+#pragma unroll 1
+        for (int j = 0; panel + j < valid; j++) add(keys + j * (HEAD_DIM * 2), each + j * 8);
+      }
     }
     __syncwarp();
     drop(ring, 1);
   }
 #pragma unroll
   for (int o = 4; o < 32; o <<= 1) {
-    sum[0] += __shfl_xor_sync(~0u, sum[0], o);
-    sum[1] += __shfl_xor_sync(~0u, sum[1], o);
+    sum0 += __shfl_xor_sync(~0u, sum0, o);
+    sum1 += __shfl_xor_sync(~0u, sum1, o);
   }
-  if (g == 0) { red[(2 * q) * PART_PITCH + c.warp] = sum[0]; red[(2 * q + 1) * PART_PITCH + c.warp] = sum[1]; }
-  uint32_t* out = x.now + X_PARTIALS + blockIdx.x * BLOCK_PARTIALS;
-  // Sum the warps' parts two heads at a time: 10 warps x 256 floats fill S_X exactly.
+  if (g == 0) {
+    tops[2 * q * PART_PITCH + c.warp] = top0;
+    tops[(2 * q + 1) * PART_PITCH + c.warp] = top1;
+    sums[2 * q * PART_PITCH + c.warp] = sum0;
+    sums[(2 * q + 1) * PART_PITCH + c.warp] = sum1;
+  }
+  consumers_sync();
+  float top = -INFINITY, factor = 0, sum = 0;  // lane h: head h, over the block
+  if (c.lane < HEADS) {
+    const float *each = tops + c.lane * PART_PITCH, *part = sums + c.lane * PART_PITCH;
 #pragma unroll
-  for (int h = 0; h < HEADS; h += 2) {
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, each[w]);
 #pragma unroll
-    for (int y = 0; y < 2; y++)
-      *(float4*)(exchange_s + (c.warp * 2 + y) * HEAD_DIM + c.lane * 4) =
-          make_float4(pv[h + y][0], pv[h + y][1], pv[h + y][2], pv[h + y][3]);
-    consumers_sync();
-    if (c.t < 2 * HEAD_DIM) {
-      float a = 0;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) a += exchange_s[w * 2 * HEAD_DIM + c.t];
-      store_relaxed(out + (h + c.t / HEAD_DIM) * PARTIAL + c.t % HEAD_DIM, __float_as_uint(a));
+    for (int w = 0; w < WARPS; w++) {
+      const float f = exp2f(each[w] - top);
+      sum = fmaf(f, part[w], sum);
+      if (w == c.warp) factor = f;
     }
-    consumers_sync();
   }
+  uint32_t* out = x.now + X_PARTIALS + blockIdx.x * BLOCK_PARTIALS;
   if (c.warp == 0 && c.lane < HEADS) {
     store_relaxed(out + c.lane * PARTIAL + HEAD_DIM, __float_as_uint(top));
-    store_relaxed(out + c.lane * PARTIAL + HEAD_DIM + 1, __float_as_uint(sum_of_warps(red + c.lane * PART_PITCH)));
+    store_relaxed(out + c.lane * PARTIAL + HEAD_DIM + 1, __float_as_uint(sum));
+  }
+#pragma unroll
+  for (int first = 0; first < HEADS; first += LONG_HEADS) {
+#pragma unroll
+    for (int y = 0; y < LONG_HEADS; y++) {
+      const float f = __shfl_sync(~0u, factor, first + y);
+      const float(&v)[4] = pv[first + y];
+      *(float4*)(staged + (y * WARPS + c.warp) * HEAD_DIM + c.lane * 4) =
+          make_float4(v[0] * f, v[1] * f, v[2] * f, v[3] * f);
+    }
+    consumers_sync();
+    for (int i = c.t; i < LONG_HEADS * HEAD_DIM; i += CONSUMERS) {
+      const float* mine = staged + i / HEAD_DIM * (WARPS * HEAD_DIM) + i % HEAD_DIM;
+      float a[2] = {0, 0};
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) a[w & 1] += mine[w * HEAD_DIM];
+      store_relaxed(out + (first + i / HEAD_DIM) * PARTIAL + i % HEAD_DIM,
+                    __float_as_uint(a[0] + a[1]));
+    }
+    if (first + LONG_HEADS < HEADS) consumers_sync();
   }
 }
 
-// Slices of COMBINE_WIDTH outputs over all splits, for long contexts.
+// Slices of COMBINE_WIDTH outputs over all splits, for long contexts: two threads a split.
 DEVICE void combine_long(const Context& c, const Exchange& x, const AttentionPlan& p) {
+  constexpr int COLUMNS = COMBINE_WIDTH / 4;
   float *tops = c.at<float>(S_RED), *parts = c.at<float>(S_PART);
-  const int column = c.t & 3;  // four outputs
+  const int column = c.t % COLUMNS;  // four outputs
 #pragma unroll 1
   for (int task = blockIdx.x; task < COMBINE_TASKS; task += gridDim.x) {
     const int head = task / (HEAD_DIM / COMBINE_WIDTH), slice = task % (HEAD_DIM / COMBINE_WIDTH);
     const uint32_t* source = x.now + X_PARTIALS + head * PARTIAL;
     float top = -INFINITY, sum = 0, o[4] = {0, 0, 0, 0};
 #pragma unroll 1
-    for (int split = c.t >> 2; split < p.splits; split += CONSUMERS / 4) {
+    for (int split = c.t / COLUMNS; split < p.splits; split += CONSUMERS / COLUMNS) {
       const uint32_t* w = source + (size_t)split * BLOCK_PARTIALS;
-      const uint2 e = wait2<WAIT_PARTIALS>(c, w + HEAD_DIM);
-      const uint4 d = wait4<WAIT_PARTIALS>(c, w + slice * COMBINE_WIDTH + column * 4);
-      const float now = fmaxf(top, __uint_as_float(e.x)), f = exp2f(top - now), k = exp2f(__uint_as_float(e.x) - now);
+      uint32_t polls = 0;
+      uint2 e;
+      uint4 d;
+      do {
+        e = load_relaxed2(w + HEAD_DIM);
+        d = load_relaxed4(w + slice * COMBINE_WIDTH + column * 4);
+      } while ((!filled(e) || !filled(d)) && !gave_up<WAIT_PARTIALS>(c, polls));
+      const float now = fmaxf(top, __uint_as_float(e.x));
+      const float f = exp2f(top - now), k = exp2f(__uint_as_float(e.x) - now);
       top = now;
       sum = fmaf(k, __uint_as_float(e.y), sum * f);
       o[0] = fmaf(k, __uint_as_float(d.x), o[0] * f);
@@ -305,38 +349,45 @@ DEVICE void combine_long(const Context& c, const Exchange& x, const AttentionPla
     const float f = exp2f(top - all);  // 0 where this thread had no split
     float v[5] = {o[0] * f, o[1] * f, o[2] * f, o[3] * f, sum * f};
 #pragma unroll
-    for (int s = 4; s < 32; s <<= 1)
+    for (int s = COLUMNS; s < 32; s <<= 1)
 #pragma unroll
       for (int z = 0; z < 5; z++) v[z] += __shfl_xor_sync(~0u, v[z], s);
-    if (c.lane < 4)
+    if (c.lane < COLUMNS)
 #pragma unroll
       for (int z = 0; z < 5; z++) parts[(column * 5 + z) * PART_PITCH + c.warp] = v[z];
     consumers_sync();
     if (c.t < COMBINE_WIDTH / 2) {  // two outputs, one word, a thread
       const float* mine = parts + ((c.t >> 1) * 5 + (c.t & 1) * 2) * PART_PITCH;
-      const float inverse = __fdividef(1.f, sum_of_warps(parts + ((c.t >> 1) * 5 + 4) * PART_PITCH));
-      const uint32_t w = pack(sum_of_warps(mine) * inverse, sum_of_warps(mine + PART_PITCH) * inverse);
+      const float total = sum_of_warps(parts + ((c.t >> 1) * 5 + 4) * PART_PITCH);
+      const float inverse = __fdividef(1.f, total);
+      const uint32_t w =
+          pack(sum_of_warps(mine) * inverse, sum_of_warps(mine + PART_PITCH) * inverse);
       store_relaxed(x.now + X_COMBINED + task * (COMBINE_WIDTH / 2) + c.t, w);
     }
     consumers_sync();
   }
 }
 
-// Words of the later buffer that this block fills in some layer, whatever it filled in this one.
-DEVICE void clear_attention(const Context& c, const Exchange& x) {
-  if (c.t < BLOCK_PARTIALS / 4) x.clear4(X_PARTIALS + blockIdx.x * BLOCK_PARTIALS + c.t * 4);
-  if (c.t < COMBINE_WIDTH / 2)
+// Words of the later buffer that the layer which filled it can have filled: a head's partial, or,
+// where contexts are long or that layer belongs to an earlier launch (`whole`), all of the block's.
+DEVICE void clear_attention(const Context& c, const Exchange& x, bool whole) {
+  if (c.t < (whole ? BLOCK_PARTIALS : PARTIAL) / 4)
+    x.clear4(X_PARTIALS + blockIdx.x * BLOCK_PARTIALS + c.t * 4);
+  if (whole && c.t < COMBINE_WIDTH / 2)
     for (int task = blockIdx.x; task < COMBINE_TASKS; task += gridDim.x)
       x.clear(X_COMBINED + task * (COMBINE_WIDTH / 2) + c.t);
 }
 
 // Attention output of all heads, gated, into S_GATED: 6 warps, a head each, 4 values a thread.
-DEVICE void gate_output(const Context& c, const Exchange& x, const AttentionPlan& p, float gate_bias) {
+template <bool LONG>
+DEVICE void gate_output(const Context& c, const Exchange& x, const AttentionPlan& p,
+                        float gate_bias) {
   if (c.t >= ATTENTION / 4) return;
   const int head = c.t >> 5;
   float o[4] = {0, 0, 0, 0};
-  const uint2 gate = wait2<WAIT_QKVG>(c, x.now + X_QKVG + GATE + c.t * 2);
-  if (p.all) {
+  // Asked for now, looked at behind the wait for the attention: it has been there for long by then.
+  uint2 gate = load_relaxed2(x.now + X_QKVG + GATE + c.t * 2);
+  if (LONG && p.all) {
     const uint2 w = wait2<WAIT_COMBINED>(c, x.now + X_COMBINED + c.t * 2);
     o[0] = low(w.x); o[1] = high(w.x); o[2] = low(w.y); o[3] = high(w.y);
   } else {
@@ -348,7 +399,7 @@ DEVICE void gate_output(const Context& c, const Exchange& x, const AttentionPlan
       uint4 d[BATCH];
       uint2 e[BATCH];
       bool again;
-      const uint32_t since = kilocycles();
+      uint32_t polls = 0;
       do {
         again = false;
 #pragma unroll
@@ -358,11 +409,13 @@ DEVICE void gate_output(const Context& c, const Exchange& x, const AttentionPlan
           e[k] = load_relaxed2(w + HEAD_DIM);
         }
 #pragma unroll
-        for (int k = 0; k < BATCH; k++) if (s0 + k < p.splits) again |= !filled(d[k]) || !filled(e[k]);
-      } while (again && !gave_up<WAIT_PARTIALS>(c, since));
+        for (int k = 0; k < BATCH; k++)
+          if (s0 + k < p.splits) again |= !filled(d[k]) || !filled(e[k]);
+      } while (again && !gave_up<WAIT_PARTIALS>(c, polls));
       float now = top;
 #pragma unroll
-      for (int k = 0; k < BATCH; k++) if (s0 + k < p.splits) now = fmaxf(now, __uint_as_float(e[k].x));
+      for (int k = 0; k < BATCH; k++)
+        if (s0 + k < p.splits) now = fmaxf(now, __uint_as_float(e[k].x));
       float f = exp2f(top - now);
       sum *= f;
       o[0] *= f; o[1] *= f; o[2] *= f; o[3] *= f;
@@ -381,6 +434,7 @@ DEVICE void gate_output(const Context& c, const Exchange& x, const AttentionPlan
 #pragma unroll
     for (int z = 0; z < 4; z++) o[z] = round_bf16(o[z] * inverse);
   }
+  if (!filled(gate)) gate = wait2<WAIT_QKVG>(c, x.now + X_QKVG + GATE + c.t * 2);
   const float gates[4] = {low(gate.x), high(gate.x), low(gate.y), high(gate.y)};
 #pragma unroll
   for (int z = 0; z < 4; z++) o[z] *= round_bf16(sigmoid(round_bf16(gates[z] + gate_bias)));

@@ -1,8 +1,8 @@
 // How one layer's keys are divided over the blocks. Producer and consumers compute the same plan.
 //
-// short: block = (split, query head), SHORT_CHUNKS (sliding layers: SLIDING_CHUNKS) chunks of 40 keys
-//        a split. K and V are read once a head, from L2 after the first; the combination is done by
-//        every block for itself.
+// short: block = (split, query head), SHORT_CHUNKS (sliding layers: SLIDING_CHUNKS) chunks of 40
+//        keys a split. K and V are read once a head, from L2 after the first; the combination is
+//        done by every block for itself.
 // all:   for contexts beyond SHORT_SPLITS such splits. Every block takes its share of the keys for
 //        all query heads, so K and V are read once, in groups of 160 keys with an online softmax;
 //        COMBINE_TASKS slices are combined by a block each and handed round (one exchange more).
@@ -12,7 +12,7 @@
 
 struct AttentionPlan {
   int first_key;  // cache row of key 0; the others follow
-  int keys;       // cached keys; the new token's own key comes from registers
+  int keys;       // cached keys; the new token's own key is not among them
   int skip;       // a key not to be seen (the row of the ring that is being replaced), or -1
   int new_row;    // cache row of the new token
   int chunks, splits;
@@ -21,7 +21,8 @@ struct AttentionPlan {
   bool owner;     // this block's part includes the new token
 };
 
-DEVICE AttentionPlan plan_attention(int position, int full, int rows) {
+// Without LONG the host has seen that contexts stay short.
+template <bool LONG> DEVICE AttentionPlan plan_attention(int position, int full, int rows) {
   AttentionPlan p;
   const int block = blockIdx.x, grid = gridDim.x;
   p.first_key = 0;
@@ -31,7 +32,7 @@ DEVICE AttentionPlan plan_attention(int position, int full, int rows) {
   p.chunks = max(1, (p.keys + CHUNK - 1) / CHUNK);
   const int each = full ? SHORT_CHUNKS : SLIDING_CHUNKS;
   p.splits = (p.chunks + each - 1) / each;
-  p.all = p.splits > min(SHORT_SPLITS, grid / HEADS);
+  p.all = LONG && p.splits > min(SHORT_SPLITS, grid / HEADS);
   int split = block / HEADS, last;
   if (p.all) {
     p.splits = min(grid, p.chunks);

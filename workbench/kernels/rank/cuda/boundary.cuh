@@ -33,7 +33,8 @@ DEVICE void put_input(const Context& c, uint4 a, uint4 b) {
 }
 // The norm in front of the first layer (or of the head).
 DEVICE void first_norm(const Context& c, const Residual& h, const bf16* weight, float eps) {
-  const uint4 a = load_constant(weight + c.t * 8), b = load_constant(weight + (c.t + CONSUMERS) * 8);
+  const uint4 a = load_constant(weight + c.t * 8);
+  const uint4 b = load_constant(weight + (c.t + CONSUMERS) * 8);
   const float r = inverse_rms(c, h, c.at<float>(S_RED), eps);
   put_input(c, norm8(h.a, r, a), norm8(h.b, r, b));
 }
@@ -43,11 +44,11 @@ DEVICE Residual boundary(const Context& c, const uint32_t* source, Residual h, c
   h.a = scale8(h.a, scale_old);  // before the wait
   h.b = scale8(h.b, scale_old);
   Residual p;
-  const uint32_t since = kilocycles();
+  uint32_t polls = 0;
   do {
     p.a = load_relaxed4(source + c.t * 4);
     p.b = load_relaxed4(source + (c.t + CONSUMERS) * 4);
-  } while ((!filled(p.a) || !filled(p.b)) && !gave_up<WAIT>(c, since));
+  } while ((!filled(p.a) || !filled(p.b)) && !gave_up<WAIT>(c, polls));
   float r = inverse_rms(c, p, c.at<float>(S_RED), eps);
   h.a = add8(scale8(norm8(p.a, r, w.post_a), scale_new), h.a);
   h.b = add8(scale8(norm8(p.b, r, w.post_b), scale_new), h.b);

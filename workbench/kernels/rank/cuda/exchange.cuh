@@ -4,21 +4,24 @@
 // never that pattern, since rounding and arithmetic give NaNs as 0x7fff and 0x7fffffff. So a reader
 // polls the data itself: one trip through the L2, no barrier of the whole grid.
 //
-// There are four buffers, used by layers in turn. In layer n a block fills words of buffer n and
-// empties its words of buffer n + 2, which layer n - 2 filled. Two things must be ordered:
-// nobody still reads what is emptied, and nobody mistakes words of layer n - 2 for those of n + 2.
-// Both follow from one flag a block and layer, off the critical path, in the producer warps:
-//   release(n): when this block's consumers are known to have passed layer n - 1 (a group of layer n
-//               came back from all warps), released[block] := n, with release semantics;
-//   acquire(n): before its first weights of layer n go into the ring, released[all] >= n - 1, so all
-//               blocks are through layer n - 2: its words have been read and may be emptied, and
-//               the words of buffer n, emptied in layer n - 2, are empty for everybody.
-// Barriers between the warps of a block carry the order on to and from its consumers.
+// There are eight buffers, used by layers in turn. In layer n a block fills words of buffer n and
+// empties its words of buffer n + 4, which layer n - 4 filled. Two things must be ordered: nobody
+// still reads what is emptied, and nobody mistakes words of layer n - 4 for those of n + 4.
+// Both follow from one flag a block, which the producer warps hand on once a layer, while they
+// would wait for the router's logits anyway (exchange_flags). There, in layer n,
+//   acquire: released[all] >= n - 2, so all blocks are through layer n - 3: in layer n + 1 its
+//            words may be emptied, and the words of buffer n + 1, emptied in layer n - 3, are empty
+//            for everybody;
+//   release: released[block] := n - 1, since this block's consumers are through layer n - 2: a
+//            layer has more groups than the ring, so groups of layer n - 1 have come back from all
+//            warps.
+// One fence serves both. Barriers between the warps of a block carry the order on to and from its
+// consumers. Between two launches the end of the first orders everything.
 #pragma once
 #include "waits.cuh"
 
 constexpr uint32_t EMPTY = 0xffffffffu;
-constexpr int BUFFERS = 4;
+constexpr int BUFFERS = 8;
 // Word offsets in a buffer.
 constexpr int X_QKVG = 0;                              // packed projection, BF16 pairs
 constexpr int X_COMBINED = X_QKVG + PACKED / 2;        // long context: attention output, BF16 pairs
@@ -36,8 +39,11 @@ struct Exchange {
   uint32_t *now, *later;  // this layer's buffer, and the one to empty
   DEVICE Exchange(const Params& P, unsigned layer_number)
       : now(P.exchange + (size_t)(layer_number % BUFFERS) * P.exchange_words),
-        later(P.exchange + (size_t)((layer_number + 2) % BUFFERS) * P.exchange_words) {}
-  DEVICE void put(int i, uint32_t v) const { store_relaxed(now + i, v); store_relaxed(later + i, EMPTY); }
+        later(P.exchange + (size_t)((layer_number + BUFFERS / 2) % BUFFERS) * P.exchange_words) {}
+  DEVICE void put(int i, uint32_t v) const {
+    store_relaxed(now + i, v);
+    store_relaxed(later + i, EMPTY);
+  }
   DEVICE void clear(int i) const { store_relaxed(later + i, EMPTY); }
   DEVICE void clear4(int i) const { store_relaxed4(later + i, EMPTY); }
 };
@@ -46,25 +52,22 @@ DEVICE bool filled(uint4 v) { return v.x != EMPTY && v.y != EMPTY && v.z != EMPT
 DEVICE bool filled(uint2 v) { return v.x != EMPTY && v.y != EMPTY; }
 
 template <Wait WAIT> DEVICE uint4 wait4(const Context& c, const uint32_t* p) {
-  const uint32_t since = kilocycles();
+  uint32_t polls = 0;
   uint4 v;
-  do v = load_relaxed4(p); while (!filled(v) && !gave_up<WAIT>(c, since));
+  do v = load_relaxed4(p); while (!filled(v) && !gave_up<WAIT>(c, polls));
   return v;
 }
 template <Wait WAIT> DEVICE uint2 wait2(const Context& c, const uint32_t* p) {
-  const uint32_t since = kilocycles();
+  uint32_t polls = 0;
   uint2 v;
-  do v = load_relaxed2(p); while (!filled(v) && !gave_up<WAIT>(c, since));
+  do v = load_relaxed2(p); while (!filled(v) && !gave_up<WAIT>(c, polls));
   return v;
 }
 
 // Producer warp. Layer numbers run on over launches and wrap, so they are compared by difference.
-DEVICE void release_layer(const Params& P, const Context& c, unsigned layer_number) {
-  if (c.lane == 0) store_release(P.released + blockIdx.x, layer_number);
-}
-DEVICE void acquire_layer(const Params& P, const Context& c, unsigned layer_number) {
-  const uint32_t since = kilocycles();
-  const unsigned wanted = layer_number - 1;
+DEVICE void exchange_flags(const Params& P, const Context& c, unsigned layer_number) {
+  uint32_t polls = 0;
+  const unsigned wanted = layer_number - 2;
   auto missing = [&](uint4 v, int block) {
     const uint32_t flags[4] = {v.x, v.y, v.z, v.w};
     bool late = false;
@@ -77,7 +80,9 @@ DEVICE void acquire_layer(const Params& P, const Context& c, unsigned layer_numb
     const uint4 a = load_relaxed4(P.released + c.lane * 4);
     const uint4 b = load_relaxed4(P.released + MAX_BLOCKS / 2 + c.lane * 4);
     late = missing(a, c.lane * 4) || missing(b, MAX_BLOCKS / 2 + c.lane * 4);
-  } while (late && !gave_up<WAIT_RELEASED>(c, since));
+  } while (late && !gave_up<WAIT_RELEASED>(c, polls));
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  __syncwarp();  // a block that waits in vain does not release either
+  if (c.lane == 0) store_relaxed(P.released + blockIdx.x, layer_number - 1);
   __syncwarp();
 }

@@ -4,8 +4,8 @@
 // loads 16 bytes of its row (row = lane / 4) and uses them as all four A registers, so a0 and a2
 // are row g of the 16-row tile and a1, a3 pose as row g + 8. The vector enters as B with the two
 // halves of those 32 columns in the even and in the odd columns of B; row g of the product is then
-// d0 + d3, the same in all four lanes of the row. One LDS.128 and one HMMA for 512 bytes of weights.
-// For that the vector lies in shared memory with words 1 and 2 of every 16 bytes swapped.
+// d0 + d3, the same in all four lanes of the row. One LDS.128 and one HMMA for 512 bytes of
+// weights. For that the vector lies in shared memory with words 1 and 2 of every 16 bytes swapped.
 #pragma once
 #include "exchange.cuh"
 #include "ring.cuh"
@@ -31,7 +31,7 @@ template <int STEPS> DEVICE float dot_rows(uint32_t w, const uint2* x) {
 #pragma unroll
   for (int s = 0; s < STEPS; s++) a[s] = lds128(w + s * 64);  // all in flight before the first use
 #pragma unroll
-  for (int s = 0; s < STEPS; s++) { if (s & 1) mma_row(d1, a[s], x[s]); else mma_row(d0, a[s], x[s]); }
+  for (int s = 0; s < STEPS; s++) mma_row(s & 1 ? d1 : d0, a[s], x[s]);
   return (d0[0] + d1[0]) + (d0[3] + d1[3]);
 }
 // The same for rows whose pitch is a multiple of 128 bytes. Odd rows go through the 64-byte blocks
@@ -47,7 +47,7 @@ template <int STEPS> DEVICE float dot_short_rows(uint32_t w, uint32_t x, int lan
 #pragma unroll
   for (int s = 0; s < STEPS; s++) a[s] = lds128(w + (s ^ swap_a) * 64);
 #pragma unroll
-  for (int s = 0; s < STEPS; s++) { if (s & 1) mma_row(d1, a[s], b[s]); else mma_row(d0, a[s], b[s]); }
+  for (int s = 0; s < STEPS; s++) mma_row(s & 1 ? d1 : d0, a[s], b[s]);
   return (d0[0] + d1[0]) + (d0[3] + d1[3]);
 }
 
@@ -57,7 +57,8 @@ DEVICE Ring gemv(const Context& c, Ring r, int n) {
   const int g = c.lane >> 2, q = c.lane & 3;
   uint2 x[16];
 #pragma unroll
-  for (int s = 0; s < 16; s++) x[s] = lds64(c.smem + S_X + c.warp * 1024 + vector_offset(c.lane) + s * 64);
+  for (int s = 0; s < 16; s++)
+    x[s] = lds64(c.smem + S_X + c.warp * 1024 + vector_offset(c.lane) + s * 64);
   float* part = c.at<float>(S_PART) + g * PART_PITCH + c.warp;
 #pragma unroll 1
   for (int i = 0; i < n; i += 8) {
@@ -79,13 +80,15 @@ DEVICE void gemv_short(const Context& c, Ring& r, uint32_t vector, float* part, 
   const int groups = (slots + GROUP_SLOTS - 1) / GROUP_SLOTS;
   take(c, r, groups);
   const uint32_t w = slot(c, r, row / ROWS) + (row % ROWS) * BYTES + half * (BYTES / 2) + q * 16;
-  const float v = dot_short_rows<BYTES / 128>(w, vector + half * (BYTES / 2) + vector_offset(c.lane), c.lane);
+  const uint32_t x = vector + half * (BYTES / 2) + vector_offset(c.lane);
+  const float v = dot_short_rows<BYTES / 128>(w, x, c.lane);
   drop(r, groups);
   if (q == (g & 1)) part[(panel * 8 + g) * 2 + half] = v;
 }
 
 // Rows first .. first + n (n even) of a vector between blocks from part[row * 2 + half].
-DEVICE void put_rows(const Context& c, const Exchange& x, int where, int first, int n, float scale) {
+DEVICE void put_rows(const Context& c, const Exchange& x, int where, int first, int n,
+                     float scale) {
   const float* part = c.at<float>(S_PART);
   if (c.t < (n + 31) / 32 * 32) {
     const float2 v = c.t < n ? *(const float2*)(part + c.t * 2) : make_float2(0, 0);

@@ -10,7 +10,7 @@ DEVICE u64 candidate(float logit, int id) {
   return (u64)u << 32 | (uint32_t)~id;
 }
 
-// Stores the softcapped logits of `rows`; returns the block's best candidate in thread 0.
+// Stores the softcapped logits of `rows`; returns the block's best, with its id, in thread 0.
 DEVICE u64 head(const Context& c, Ring& ring, const Params& P, Rows rows) {
   const float* part = c.at<float>(S_PART);
   u64 best = 0;
@@ -39,7 +39,8 @@ DEVICE u64 head(const Context& c, Ring& ring, const Params& P, Rows rows) {
 
 // One thread a block, last. The block that arrives last knows that all others have read the token,
 // the position and the layer counter, and moves them on; after a failed wait it leaves the token.
-DEVICE void finish(const Params& P, unsigned layer_number, u64 best) {
+DEVICE void finish(const Params& P, const Context& c, unsigned layer_number, u64 best) {
+  if (const unsigned failed = patience(c)[2]) atomicCAS(P.error, 0u, failed);
   if (P.do_head) atomicMax(P.best, best);
   __threadfence();
   if (atomicAdd(P.arrived, 1u) != gridDim.x - 1) return;

@@ -21,7 +21,12 @@ DEVICE uint32_t scale2(uint32_t a, float f) { return pack(low(a) * f, high(a) * 
 DEVICE uint32_t norm2(uint32_t a, float r, uint32_t w) {
   return pack(low(a) * r * low(w), high(a) * r * high(w));
 }
-DEVICE float squares2(uint32_t a, float s) { return fmaf(low(a), low(a), fmaf(high(a), high(a), s)); }
+DEVICE float squares2(uint32_t a, float s) {
+  return fmaf(low(a), low(a), fmaf(high(a), high(a), s));
+}
+DEVICE float dot4(uint2 a, uint2 b) {
+  return low(a.x) * low(b.x) + high(a.x) * high(b.x) + low(a.y) * low(b.y) + high(a.y) * high(b.y);
+}
 
 DEVICE uint4 add8(uint4 a, uint4 b) {
   return make_uint4(add2(a.x, b.x), add2(a.y, b.y), add2(a.z, b.z), add2(a.w, b.w));

@@ -23,7 +23,7 @@ struct Params {
   float* logits;
   int* expert_ids;                          // [layers][TOP_K]
   uint32_t* exchange;                       // BUFFERS x exchange_words, see exchange.cuh
-  unsigned* released;                       // [MAX_BLOCKS]: the layer a block has released
+  unsigned* released;                       // [MAX_BLOCKS]: see exchange_flags
   unsigned* epoch;                          // running number of the next layer
   unsigned* error;                          // 0, or wait << 16 | block
   unsigned* arrived;                        // blocks that have finished

@@ -88,6 +88,3 @@ DEVICE uint2 load_relaxed2(const uint32_t* p) {
                : "memory");
   return v;
 }
-DEVICE void store_release(unsigned* p, unsigned v) {
-  asm volatile("st.release.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
-}

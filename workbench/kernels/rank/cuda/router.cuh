@@ -14,12 +14,13 @@ DEVICE void route(const Context& c, Ring& ring, const Exchange& x, Rows rows) {
     uint4 w[8];
     take(c, ring, 1);
 #pragma unroll
-    for (int k = 0; k < 8; k++) w[k] = lds128(slot(c, ring, k >> 1) + (c.t + (k & 1) * CONSUMERS) * 16);
-    drop(ring, 1);
+    for (int k = 0; k < 8; k++)
+      w[k] = lds128(slot(c, ring, k >> 1) + (c.t + (k & 1) * CONSUMERS) * 16);
 #pragma unroll
     for (int k = 0; k < 8; k++) {
       const int u = c.t + (k & 1) * CONSUMERS;  // four columns, half k >> 1 of the row
-      const uint32_t* v = c.at<uint32_t>(S_X + ((k >> 1) & 1) * HIDDEN + (u >> 1) * 16 + (u & 1) * 4);
+      const int at = ((k >> 1) & 1) * HIDDEN + (u >> 1) * 16 + (u & 1) * 4;
+      const uint32_t* v = c.at<uint32_t>(S_X + at);
       const uint32_t x0 = v[0], x1 = v[2];
       float& a = acc[k >> 1];
       a = fmaf(__uint_as_float(w[k].w), high(x1), a);
@@ -27,6 +28,7 @@ DEVICE void route(const Context& c, Ring& ring, const Exchange& x, Rows rows) {
       a = fmaf(__uint_as_float(w[k].y), high(x0), a);
       a = fmaf(__uint_as_float(w[k].x), low(x0), a);
     }
+    drop(ring, 1);
     const float r0 = warp_sum(acc[0] + acc[1]), r1 = warp_sum(acc[2] + acc[3]);
     if (c.lane == 0) { part[c.warp] = r0; part[PART_PITCH + c.warp] = r1; }
     consumers_sync();
@@ -42,16 +44,18 @@ DEVICE void clear_scores(const Context& c, const Exchange& x, Rows rows) {
     x.clear(X_SCORES + i % SCORE_COPIES * EXPERTS + rows.first + i / SCORE_COPIES);
 }
 
-// One warp. A lane holds the logits of experts 8 lane ... 8 lane + 7. Scores are sigmoids; the eight
-// largest of score + correction are chosen, lower ids first among equals; the weights are the
-// scores without correction, divided by their sum if the model says so. The warp's lanes 0 to 7
-// get the ids in order, and shared memory the ids and weights.
+// One warp. A lane holds the logits of experts 8 lane ... 8 lane + 7. Scores are sigmoids; the
+// eight largest of score + correction are chosen; the weights are the scores without correction,
+// divided by their sum if the model says so. The warp's lanes 0 to 7 get the ids in order, and
+// shared memory the ids and weights.
 // A key is the biased score as an orderable integer, its low three bits replaced by the place in
-// the lane, so scores closer than 8 units in the last place are ordered by id.
-DEVICE int choose_experts(const Context& c, uint4 logits_a, uint4 logits_b, const float (&correction)[8],
-                          bool renormalise) {
+// the lane (id % 8). So scores that differ in those bits only count as equal; of equals the lower
+// place comes first, then the lower id.
+DEVICE int choose_experts(const Context& c, uint4 logits_a, uint4 logits_b,
+                          const float (&correction)[8], bool renormalise) {
   float* sigmoids = c.at<float>(S_SIGMOID);
-  const uint32_t bits[8] = {logits_a.x, logits_a.y, logits_a.z, logits_a.w, logits_b.x, logits_b.y, logits_b.z, logits_b.w};
+  const uint32_t bits[8] = {logits_a.x, logits_a.y, logits_a.z, logits_a.w,
+                            logits_b.x, logits_b.y, logits_b.z, logits_b.w};
   uint32_t key[8];
   float score[8];
 #pragma unroll

@@ -22,13 +22,18 @@ DEVICE void trace(const Params& P, const Context& c, int layer, const Residual& 
   *(uint4*)(P.h_trace + (size_t)layer * HIDDEN + (c.t + CONSUMERS) * 8) = h.b;
 }
 
-DEVICE void consume(const Params& P, const Context& c, const Shares& rows, int position, unsigned base) {
+// LONG: contexts can be so long that all blocks share a layer's keys (attention_plan.cuh). Without
+// it the kernel has neither the code for that nor its need of registers.
+template <bool LONG>
+DEVICE void consume(const Params& P, const Context& c, const Shares& rows, int position,
+                    unsigned base, const bf16* input) {
   Ring ring{0, 0};
-  const bf16* input = P.h_in ? P.h_in : P.embed + (size_t)*P.token * HIDDEN;
   Residual h = {load_constant(input + c.t * 8), load_constant(input + (c.t + CONSUMERS) * 8)};
   const Layer* layers = c.at<Layer>(S_LAYERS);
+  const bool long_context = plan_attention<LONG>(position, 1, 0).all;  // in the full layers
   trace(P, c, P.first_layer, h);
-  first_norm(c, h, P.first_layer < P.last_layer ? layers[P.first_layer & 3].input_norm : P.norm, P.eps);
+  const bool any = P.first_layer < P.last_layer;
+  first_norm(c, h, any ? layers[P.first_layer & 3].input_norm : P.norm, P.eps);
 #pragma unroll 1
   for (int l = P.first_layer; l < P.last_layer; l++) {
     const Layer& L = layers[l & 3];
@@ -38,75 +43,84 @@ DEVICE void consume(const Params& P, const Context& c, const Shares& rows, int p
     if (c.warp < 2) qk_norm = *(const uint2*)(L.qk_norm + c.warp * HEAD_DIM + c.lane * 4);
     const float gate_bias = c.t < ATTENTION / 4 ? __bfloat162float(L.gate_bias[c.t >> 5]) : 0.f;
 
-    ring = gemv(c, ring, rows.packed.count());
+    ring = gemv(c, ring, rows.packed().count());
     consumers_sync();
-    if (c.t < (rows.packed.count() + 31) / 32 * 32) {
-      const float v = c.t < rows.packed.count() ? sum_of_warps(c.at<float>(S_PART) + c.t * PART_PITCH) : 0.f;
+    if (c.t < (rows.packed().count() + 31) / 32 * 32) {
+      const bool mine = c.t < rows.packed().count();
+      const float v = mine ? sum_of_warps(c.at<float>(S_PART) + c.t * PART_PITCH) : 0.f;
       const float next = __shfl_xor_sync(~0u, v, 1);
-      if (c.t < rows.packed.count() && !(c.t & 1)) x.put(X_QKVG + (rows.packed.first + c.t) / 2, pack(v, next));
+      if (mine && !(c.t & 1)) x.put(X_QKVG + (rows.packed().first + c.t) / 2, pack(v, next));
     }
 
-    const AttentionPlan plan = plan_attention(position, L.full, L.rows);
+    const AttentionPlan plan = plan_attention<LONG>(position, L.full, L.rows);
     if (plan.count) {
-      if (plan.all) attend_long(c, ring, x, L, plan, L.qk_norm, P.eps);
+      if (LONG && plan.all) attend_long(c, ring, x, L, plan, L.qk_norm, P.eps);
       else attend_short(c, ring, x, L, plan, qk_norm, P.eps);
     }
-    clear_attention(c, x);
+    clear_attention(c, x, LONG && (long_context || l - P.first_layer < BUFFERS / 2));
     NormWeights norms = load_norms(c, L.post_attention_norm, L.pre_mlp_norm);
-    if (plan.all) combine_long(c, x, plan);
-    gate_output(c, x, plan, gate_bias);
+    if (LONG && plan.all) combine_long(c, x, plan);
+    gate_output<LONG>(c, x, plan, gate_bias);
     consumers_sync();
 
-    for (int first = 0; first < rows.out.count(); first += PANEL)
+    for (int first = 0; first < rows.out().count(); first += PANEL)
       gemv_short<ATTENTION * 2, O_ROWS>(c, ring, c.smem + S_GATED, c.at<float>(S_PART) + first * 2,
-                                        min(PANEL, rows.out.count() - first));
+                                        min(PANEL, rows.out().count() - first));
     consumers_sync();
-    put_rows(c, x, X_ATTENTION, rows.out.first, rows.out.count(), 1.f);
-    h = boundary<WAIT_ATTENTION>(c, x.now + X_ATTENTION, h, norms, L.attention_new, L.attention_old, P.eps);
+    put_rows(c, x, X_ATTENTION, rows.out().first, rows.out().count(), 1.f);
+    h = boundary<WAIT_ATTENTION>(c, x.now + X_ATTENTION, h, norms, L.attention_new,
+                                 L.attention_old, P.eps);
 
-    norms = load_norms(c, L.post_mlp_norm, l + 1 < P.last_layer ? layers[(l + 1) & 3].input_norm : P.norm);
+    norms = load_norms(c, L.post_mlp_norm,
+                       l + 1 < P.last_layer ? layers[(l + 1) & 3].input_norm : P.norm);
     if (L.dense) {
-      clear_scores(c, x, rows.router);
+      clear_scores(c, x, rows.router());
       dense_mlp(c, ring, x, rows);
-      put_rows(c, x, X_MLP, rows.out.first, rows.out.count(), 1.f);
+      put_rows(c, x, X_MLP, rows.out().first, rows.out().count(), 1.f);
     } else {
-      route(c, ring, x, rows.router);
+      route(c, ring, x, rows.router());
       sparse_mlp(c, ring, x, rows);
-      put_rows(c, x, X_MLP, rows.out.first, rows.out.count(), P.routed_scale);
+      put_rows(c, x, X_MLP, rows.out().first, rows.out().count(), P.routed_scale);
     }
     h = boundary<WAIT_MLP>(c, x.now + X_MLP, h, norms, L.mlp_new, L.mlp_old, P.eps);
     trace(P, c, l + 1, h);
   }
-  const u64 best = P.do_head ? head(c, ring, P, rows.head) : 0;
-  if (c.t == 0) finish(P, base + (P.last_layer - P.first_layer), best);
+  const u64 best = P.do_head ? head(c, ring, P, share(P.vocabulary)) : 0;
+  if (c.t == 0) finish(P, c, base + (P.last_layer - P.first_layer), best);
 }
 
+template <bool LONG>
 __global__ void __launch_bounds__(BLOCK, 1) rank_step(const __grid_constant__ Params P) {
   Context c;
   c.smem = shared_address(block_memory);
   c.bars = c.smem + S_BARS;
-  c.error = P.error;
   c.t = threadIdx.x;
   c.lane = c.t & 31;
   c.warp = c.t >> 5;
-  if (*P.error) return;  // an earlier step failed: its words are still about
+  // All asked for at once: each is a trip to memory.
+  const unsigned failed = *P.error, base = *P.epoch;
   const int position = (int)*P.position;
-  const unsigned base = *P.epoch;
+  const bf16* input = P.h_in ? P.h_in : P.embed + (size_t)*P.token * HIDDEN;
+  u64 word = 0;
+  const bool describes =
+      P.first_layer < P.last_layer && c.warp == WARPS - 1 && c.lane < LAYER_WORDS;
+  if (describes) word = ((const u64*)(P.layers + P.first_layer))[c.lane];
+  if (failed) return;  // an earlier step failed: its words are still in the exchange
   if (c.t == 0) {
     for (int i = 0; i < GROUPS; i++) mbar_init(c.bars + 8 * i, 1);
     mbar_fence_init();
-    c.at<unsigned>(S_PATIENCE)[0] = P.patience;
-    c.at<unsigned>(S_PATIENCE)[1] = P.patience * 4;
+    patience(c)[0] = P.patience;
+    patience(c)[1] = min(P.patience, ~0u / 16) * 16;  // by a clock: surely more than the polls take
+    patience(c)[2] = 0;
   }
   float* rope = c.at<float>(S_ROPE);
   if (c.t < HEAD_DIM) rope[c.t] = P.rope[(size_t)position * HEAD_DIM + c.t];
   if (c.t == HEAD_DIM) rope[HEAD_DIM] = powf(1.f + (float)(position + 1) / 2048.f, 0.1f);  // SSMax
-  if (P.first_layer < P.last_layer && c.warp == WARPS - 1 && c.lane < LAYER_WORDS)
-    ((u64*)(c.at<Layer>(S_LAYERS) + (P.first_layer & 3)))[c.lane] = ((const u64*)(P.layers + P.first_layer))[c.lane];
+  if (describes) ((u64*)(c.at<Layer>(S_LAYERS) + (P.first_layer & 3)))[c.lane] = word;
   __syncthreads();
-  const Shares rows(P);
-  if (c.warp == WARPS) Producer(P, c).run(rows, position, base);
-  else consume(P, c, rows, position, base);
+  const Shares rows;
+  if (c.warp == WARPS) Producer<LONG>(P, c).run(rows, position, base);
+  else consume<LONG>(P, c, rows, position, base, input);
 }
 
 // ---- what ctypes calls
@@ -115,13 +129,28 @@ extern "C" int rank_layer_size() { return sizeof(Layer); }
 extern "C" int rank_exchange_words(int grid) { return X_PARTIALS + grid * BLOCK_PARTIALS; }
 extern "C" int rank_shared_bytes() { return S_TOTAL; }
 extern "C" const char* rank_error(int code) { return cudaGetErrorString((cudaError_t)code); }
-// Raises the kernel's shared-memory limit and returns a CUDA error; *resident: blocks an SM holds.
+// Whether a sequence that fills the cache needs long attention; a step's launches are of one kind.
+static bool is_long(int capacity, int grid) {
+  const int splits = (capacity + SHORT_CHUNKS * CHUNK - 1) / (SHORT_CHUNKS * CHUNK);
+  const int most = grid / HEADS;
+  return splits > (most < SHORT_SPLITS ? most : SHORT_SPLITS);
+}
+// Raises the kernels' shared-memory limit and returns a CUDA error; *resident: blocks an SM holds.
 extern "C" int rank_prepare(int* resident) {
-  cudaError_t e = cudaFuncSetAttribute(rank_step, cudaFuncAttributeMaxDynamicSharedMemorySize, S_TOTAL);
-  if (!e) e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(resident, rank_step, BLOCK, S_TOTAL);
+  constexpr auto LIMIT = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  int other = 0;
+  cudaError_t e = cudaFuncSetAttribute(rank_step<false>, LIMIT, S_TOTAL);
+  if (!e) e = cudaFuncSetAttribute(rank_step<true>, LIMIT, S_TOTAL);
+  if (!e)
+    e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(resident, rank_step<false>, BLOCK, S_TOTAL);
+  if (!e)
+    e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&other, rank_step<true>, BLOCK, S_TOTAL);
+  if (other < *resident) *resident = other;
   return e;
 }
 extern "C" int rank_launch(const Params* params, int grid, void* stream) {
   void* arguments[] = {(void*)params};
-  return cudaLaunchCooperativeKernel((void*)rank_step, dim3(grid), dim3(BLOCK), arguments, S_TOTAL, (cudaStream_t)stream);
+  void* kernel = is_long(params->capacity, grid) ? (void*)rank_step<true> : (void*)rank_step<false>;
+  return cudaLaunchCooperativeKernel(kernel, dim3(grid), dim3(BLOCK), arguments, S_TOTAL,
+                                     (cudaStream_t)stream);
 }
