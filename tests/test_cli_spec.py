@@ -126,6 +126,31 @@ def test_generate_without_drafting_gives_the_same_tokens(drafted: list[str]) -> 
     assert value["steps"] == COUNT - 1
 
 
+def test_generate_adaptive_writes_the_same_and_measures_once(
+    drafted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEAM_WORKBENCH_CACHE", str(tmp_path / "cache"))
+    trace = tmp_path / "run.jsonl"
+    value = document("generate", *drafted, *GENERATE, "--adaptive", "--trace", str(trace))
+    assert value["token_ids"] == written(COUNT)
+    assert value["policy"] == "adaptive"
+    assert value["drafted"] == value["accepted"] + value["rejected"] + value["trimmed"]
+    (kept,) = (tmp_path / "cache").iterdir()
+    steps = [step for step in Trace.read(trace).steps if step.phase == "decode"]
+    for step in steps:
+        if step.policy:  # the budget is where the objective it saw is largest
+            best = max(range(len(step.objective)), key=step.objective.__getitem__)
+            assert step.budget == best
+            assert step.decide_seconds > 0
+    assert any(step.policy for step in steps)
+    before = kept.stat().st_mtime_ns
+    assert document("generate", *drafted, *GENERATE, "--adaptive")["policy"] == "adaptive"
+    assert kept.stat().st_mtime_ns == before
+    assert document("generate", *drafted, *GENERATE)["policy"] is None
+    refused = run("generate", drafted[0], *GENERATE, "--adaptive", "--no-draft", code=2)
+    assert "--adaptive asks for drafts" in refused.stderr
+
+
 def test_generate_takes_a_number_of_drafts(drafted: list[str]) -> None:
     value = document("generate", *drafted, *GENERATE, "--speculative-tokens", "3")
     runs = accepted_runs(COUNT, 3)

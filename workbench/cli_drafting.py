@@ -14,6 +14,7 @@ import typer
 if TYPE_CHECKING:
     from workbench.model.beam import Beam
     from workbench.model.sampling import Sampling
+    from workbench.spec.adaptive import Policy
     from workbench.spec.drafter import Drafter
     from workbench.spec.loop import Decoding
     from workbench.spec.trace import TraceWriter
@@ -58,6 +59,13 @@ Proposals = Annotated[
     ProposalsName | None,
     typer.Option("--proposals", help="Drafts above temperature 0. Default: greedy."),
 ]
+AdaptiveFlag = Annotated[
+    bool,
+    typer.Option(
+        "--adaptive",
+        help="Verify only drafts that are worth it, by costs measured here (once, then kept).",
+    ),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the trace file if there is one.")
 ]
@@ -72,6 +80,7 @@ class Drafting:
     speculative_tokens: int | None = None
     method: str | None = None
     proposals: str | None = None
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         if self.no_draft and self._named:
@@ -80,9 +89,9 @@ class Drafting:
     @property
     def _named(self) -> list[str]:
         options = ("drafter", "speculative_tokens", "method", "proposals")
-        return [
-            f"--{name.replace('_', '-')}" for name in options if getattr(self, name) is not None
-        ]
+        named = [name for name in options if getattr(self, name) is not None]
+        named += ["adaptive"] * self.adaptive
+        return [f"--{name.replace('_', '-')}" for name in named]
 
     def load(self, beam: Beam) -> Drafter | None:
         """The drafter; None where none is wanted, or none is bundled and none was asked for."""
@@ -105,6 +114,8 @@ class Drafting:
             for name in ("method", "proposals")
             if (value := getattr(self, name)) is not None
         }
+        if self.adaptive and drafter is not None:
+            more["policy"] = self._policy(beam, drafter)
         return decode(
             beam,
             drafter,
@@ -114,6 +125,24 @@ class Drafting:
             **chosen,  # type: ignore[arg-type]
             **more,
         )
+
+    def _policy(self, beam: Beam, drafter: Drafter) -> Policy:
+        """Adaptive verification of one sequence, with a bar while its costs are measured."""
+        from workbench.spec.adaptive import Adaptive
+        from workbench.spec.profile import profile
+        from workbench.terminal_kernels import Progress
+
+        context = min(256, beam.config.max_position_embeddings // 2, drafter.limit // 2)
+        with Progress("measuring costs") as bar:
+            table = profile(
+                beam,
+                drafter,
+                requests=1,
+                drafts=self.speculative_tokens,
+                context=context,
+                progress=lambda done, of: bar.told(done, of, ""),
+            )
+        return Adaptive(table)
 
     def why_none(self, beam: Beam) -> str:
         """Why there is no drafter, for a sentence."""

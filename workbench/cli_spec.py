@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workbench.cli_drafting import (
+    AdaptiveFlag,
     DrafterFolder,
     Drafting,
     Method,
@@ -60,6 +61,7 @@ def generate(
     speculative_tokens: SpeculativeTokens = None,
     method: Method = None,
     proposals: Proposals = None,
+    adaptive: AdaptiveFlag = False,
     trace: TraceFile = None,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -72,6 +74,7 @@ def generate(
         speculative_tokens=speculative_tokens,
         method=method,
         proposals=proposals,
+        adaptive=adaptive,
     )
     sampling = sampling_of(temperature, top_p, seed)
     beam = load_model(model, dtype, device)
@@ -142,6 +145,7 @@ def drafting_figures(decoding: Decoding, acceptance: Acceptance) -> dict[str, An
         "speculative_tokens": decoding.settings.speculative_tokens,
         "method": None if plain else decoding.settings.method,
         "proposals": None if plain else decoding.settings.proposals,
+        "policy": None if decoding.decider is None else decoding.decider.name,
     }
 
 

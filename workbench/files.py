@@ -13,6 +13,7 @@ from typing import Any
 
 from workbench.errors import WorkbenchError
 
+CACHE_VARIABLE = "BEAM_WORKBENCH_CACHE"
 LIMIT = 64 * 2**20  # bytes; no text or JSON file that is read whole comes near it
 
 
@@ -35,6 +36,15 @@ def expand(path: str | os.PathLike[str]) -> Path:
             f"{path} starts with the home folder of a user who is not known here; "
             "write the folder out in full"
         ) from error
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept: ``$BEAM_WORKBENCH_CACHE``, or the user's cache."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "beam-workbench"
 
 
 def is_folder(path: Path) -> bool:

@@ -16,11 +16,15 @@ from workbench.errors import DraftError, PromptError, WorkbenchError
 from workbench.model.beam import Beam
 from workbench.model.sampling import Sampling
 from workbench.spec import loop
+from workbench.spec.adaptive import Adaptive
+from workbench.spec.cost_table import CostTable
 from workbench.spec.decode import decode
 from workbench.spec.drafter import Drafter
 from workbench.spec.sequences import Running
 from workbench.spec.step import Step
 
+# A row of the target costs so much beside a step that only likely drafts are worth it.
+STEEP = CostTable(draft=((1, 0.1), (8192, 400.0)), verify=((1, 1.0), (32768, 8000.0)))
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5], [7], [3, 3, 2, 1], [9, 8]]
 
 
@@ -255,16 +259,19 @@ def joint(target: Beam, prompt: list[int], sampling: Sampling) -> dict[tuple[int
 
 
 @pytest.mark.parametrize(
-    ("method", "proposals"),
+    ("method", "proposals", "trims"),
     [
-        ("standard", "greedy"),
-        pytest.param("standard", "probabilistic", marks=pytest.mark.full),
-        pytest.param("block", "greedy", marks=pytest.mark.full),
-        ("block", "probabilistic"),
+        ("standard", "greedy", False),
+        pytest.param("standard", "probabilistic", False, marks=pytest.mark.full),
+        pytest.param("block", "greedy", False, marks=pytest.mark.full),
+        ("block", "probabilistic", False),
+        pytest.param("standard", "greedy", True, marks=pytest.mark.full),
+        ("standard", "probabilistic", True),
+        pytest.param("block", "probabilistic", True, marks=pytest.mark.full),
     ],
 )
 def test_what_is_sampled_has_the_targets_distribution(
-    target: Beam, drafter: Drafter, method: Any, proposals: Any
+    target: Beam, drafter: Drafter, method: Any, proposals: Any, trims: bool
 ) -> None:
     # 12 ** 3 sequences, exactly; the first token is the prefill's, two are behind drafts.
     sampling, prompt = Sampling(temperature=0.8, top_p=0.95), [4, 1, 7]
@@ -273,9 +280,14 @@ def test_what_is_sampled_has_the_targets_distribution(
     run = decode(
         target, drafter, [prompt] * samples, max_new_tokens=4, sampling=sampling,
         seeds=range(samples), method=method, proposals=proposals, speculative_tokens=3,
+        policy=Adaptive(STEEP) if trims else None,
     )  # fmt: skip
-    accepted = sum(p.accepted for step in run for p in step.requests)
+    parts = [p for step in run for p in step.requests]
+    accepted = sum(p.accepted for p in parts)
     assert accepted > samples / 10  # else drafts were hardly ever taken, and nothing was tested
+    if trims:
+        admitted = {p.admitted for p in parts if p.position > len(prompt) and p.drafted}
+        assert len(admitted) > 1  # some drafts were trimmed, and some were not
     seen = Counter(ids[:3] for ids in ids_of(run))
     assert all(expected[ids] > 0 for ids in seen)
     statistic = cells = rest = hits = 0.0

@@ -16,7 +16,10 @@ from workbench.model.beam import Beam
 from workbench.model.generate import Cancel
 from workbench.model.prompts import Prompts, prompt_ids
 from workbench.model.sampling import Sampling
+from workbench.spec.acceptance import Estimator
+from workbench.spec.adaptive import Policy
 from workbench.spec.asked import check_kinds, check_pair, check_whole
+from workbench.spec.deciding import Decider
 from workbench.spec.drafter import Drafter
 from workbench.spec.loop import MOST_DRAFTS, Decoding, Method, Proposals, Settings
 
@@ -42,6 +45,8 @@ def decode(
     slots: int | None = None,
     cancel: Cancel | None = None,
     detail: bool = False,
+    policy: Policy | None = None,
+    estimator: Estimator | None = None,
 ) -> Decoding:
     """Decode prompts, drafting ahead when there is a drafter; yields a :class:`Step` a pass.
 
@@ -63,6 +68,10 @@ def decode(
         slots: sequences decoded together; all prompts, at most 128, when None.
         cancel: looked at between steps and between prefill chunks; when set, the run ends.
         detail: whether steps carry candidates and scores of every slot.
+        policy: decides at each step how many drafts of each sequence are verified
+            (``adaptive.py``); all that there is room for when None.
+        estimator: of the confidences that the policy is told, to go on with one that has learned;
+            a fresh one when None.
 
     Raises:
         PromptError: a prompt or a setting of plain decoding that cannot be used. Raised here,
@@ -74,6 +83,10 @@ def decode(
         check_whole("slots", slots, 1, 1 << 16)
     if drafter is not None:
         check_pair(beam, drafter)
+    if drafter is None and policy is not None:
+        raise DraftError("a policy chooses among drafts, but there is no drafter; give one")
+    if policy is None and estimator is not None:
+        raise DraftError("an estimator serves a policy, but there is none; give one")
     if drafter is None and speculative_tokens:
         raise DraftError("speculative_tokens asks for drafts, but there is no drafter; give one")
     drafts = speculative_tokens or 0
@@ -96,7 +109,9 @@ def decode(
     if eos is None and beam.tokenizer is not None:
         eos = beam.tokenizer.eos_id
     together = min(len(several), MOST_SLOTS) if slots is None else slots
-    run = Decoding(beam, drafter, settings, together, eos if stop_at_eos else None, cancel)
+    decider = None if policy is None else Decider(policy, drafts, estimator)
+    end = eos if stop_at_eos else None
+    run = Decoding(beam, drafter, settings, together, end, cancel, decider)
     for number, ids in enumerate(several):
         run._join(ids, max_new_tokens, None if seeds is None else seeds[number])
     return run

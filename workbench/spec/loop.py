@@ -27,6 +27,7 @@ from workbench.model.generate import Cancel, Generation
 from workbench.model.prompts import One, prompt_ids
 from workbench.model.sampling import Sampling
 from workbench.spec.asked import check_room, check_whole
+from workbench.spec.deciding import Decided, Decider
 from workbench.spec.draft_cache import DraftCache
 from workbench.spec.drafter import Drafter
 from workbench.spec.selector import Proposal, propose
@@ -69,6 +70,7 @@ class Decoding(Iterator[Step]):
 
     Attributes:
         settings: what was asked for.
+        decider: the policy and its estimator, None where all drafts are verified.
         steps: decode steps so far.
         tokens: tokens given by decode steps so far, all sequences together.
     """
@@ -81,8 +83,10 @@ class Decoding(Iterator[Step]):
         slots: int,
         eos: int | None,
         cancel: Cancel | None,
+        decider: Decider | None = None,
     ) -> None:
         self.beam, self.drafter, self.settings = beam, drafter, settings
+        self.decider = decider
         self.steps = self.tokens = 0
         self._eos, self._cancel = eos, cancel
         self._slots, self._index, self._closed = slots, 0, False
@@ -261,7 +265,7 @@ class Decoding(Iterator[Step]):
             if self._alive[slot].finish is not None:
                 self._remove(slot)
         rows = sum(len(r.prompt) for r in group)
-        return self._step("prefill", rows, drafting, seconds - drafting, seconds, parts_of)
+        return self._step("prefill", rows, drafting, seconds - drafting, 0.0, seconds, parts_of)
 
     def _next_group(self) -> list[Running]:
         """Waiting sequences whose prompts fit into one pass together; at least the first."""
@@ -279,24 +283,34 @@ class Decoding(Iterator[Step]):
         start = perf_counter()
         alive, slots = list(self._alive), list(range(len(self._alive)))
         admitted = [0] * len(alive)
+        room = admitted
         proposal: Proposal | None = None
+        decided: Decided | None = None
         if self._drafts is not None and any(running.left > 1 for running in alive):
             # What a sequence has no room for is never verified: its last token needs no draft.
             n = self.settings.speculative_tokens
-            admitted = [min(n, running.left - 1) for running in alive]
+            admitted = room = [min(n, running.left - 1) for running in alive]
             proposal = self._propose(alive, slots)
         drafted = perf_counter()
+        if self.decider is not None and proposal is not None:
+            scores = proposal.scores.float().cpu().numpy()
+            heat = self.settings.sampling.temperature
+            decided = self.decider.decide([r.request for r in alive], room, scores, heat)
+            admitted = decided.decision.admitted.tolist()
+        deciding = perf_counter()
         with torch.inference_mode():
             verdict, streams = self._verify(alive, slots, proposal, admitted)
             accepted, tokens = verdict.accepted.tolist(), verdict.token.tolist()
             lists = _Lists.of(proposal, self.settings)
         verified = perf_counter()
+        if self.decider is not None and decided is not None:
+            self.decider.learn(accepted, admitted)
         for slot, (running, kept) in enumerate(zip(alive, accepted, strict=True)):
             self._cache.truncate(slot, running.position + kept)
         parts = []
         for row, running in enumerate(alive):
-            drafts = lists.tokens[row][: admitted[row]] if admitted[row] else []
-            parts.append(self._give(running, row, drafts, accepted[row], tokens[row], lists))
+            verdict_of = (admitted[row], accepted[row], tokens[row])
+            parts.append(self._give(running, row, room[row] > 0, verdict_of, lists, decided))
         counts = [a + 1 for a in admitted]
         # A sequence that ends needs no context: none of its rows is kept.
         keep = [0 if r.finish else a + 1 for r, a in zip(alive, accepted, strict=True)]
@@ -309,7 +323,8 @@ class Decoding(Iterator[Step]):
             running.count(len(part.token_ids), seconds, timed=self.steps > 0)
         self.steps += 1
         drafting = (drafted - start if proposal is not None else 0.0) + writing
-        return self._step("decode", sum(counts), drafting, verified - drafted, seconds, parts)
+        times = (drafting, verified - deciding, deciding - drafted if decided else 0.0)
+        return self._step("decode", sum(counts), *times, seconds, parts, decided)
 
     @torch.inference_mode()
     def _propose(self, alive: list[Running], slots: list[int]) -> Proposal:
@@ -405,32 +420,36 @@ class Decoding(Iterator[Step]):
         self,
         running: Running,
         row: int,
-        drafts: list[int],
-        accepted: int,
-        token: int,
+        drafting: bool,
+        verdict: tuple[int, int, int],
         lists: _Lists,
+        decided: Decided | None,
     ) -> RequestStep:
-        """Hand a sequence its tokens, and say what happened."""
-        position = running.position
-        last: Kind = "plain" if not drafts else "corrected"
-        if drafts and accepted == len(drafts):
+        """Hand a sequence its tokens, and say what happened: admitted, accepted, the next token."""
+        position, (admitted, accepted, token) = running.position, verdict
+        last: Kind = "plain" if not admitted else "corrected"
+        if admitted and accepted == admitted:
             last = "bonus"
         kinds: list[Kind] = [*repeat(_ACCEPTED, accepted), last]
+        drafts = lists.tokens[row] if drafting else []
         kept, kinds_kept = running.take(self.beam, [*drafts[:accepted], token], kinds, self._eos)
         none: tuple[()] = ()
+        told = drafting and decided is not None
         return RequestStep(
             request=running.request,
             position=position,
-            drafted=tuple(lists.tokens[row]) if drafts else none,
-            confidences=tuple(lists.confidences[row]) if drafts else none,
-            admitted=len(drafts),
+            drafted=tuple(drafts),
+            confidences=tuple(lists.confidences[row]) if drafting else none,
+            expected=tuple(decided.live[row].tolist()) if told and decided else none,
+            stale=tuple(decided.stale[row].tolist()) if told and decided else none,
+            admitted=admitted,
             accepted=accepted,
             token_ids=kept,
             kinds=kinds_kept,
             finished=running.finish,
-            candidates=lists.candidates[row] if drafts and lists.candidates else none,
-            unary=lists.unary[row] if drafts and lists.unary else none,
-            scores=lists.scores[row] if drafts and lists.scores else none,
+            candidates=lists.candidates[row] if drafting and lists.candidates else none,
+            unary=lists.unary[row] if drafting and lists.unary else none,
+            scores=lists.scores[row] if drafting and lists.scores else none,
         )
 
     def _step(
@@ -439,16 +458,23 @@ class Decoding(Iterator[Step]):
         rows: int,
         drafting: float,
         verifying: float,
+        deciding: float,
         seconds: float,
         parts: list[RequestStep],
+        decided: Decided | None = None,
     ) -> Step:
+        decision = None if decided is None else decided.decision
         step = Step(
             index=self._index,
             phase=phase,
             rows=rows,
             draft_seconds=drafting,
             verify_seconds=verifying,
+            decide_seconds=deciding,
             seconds=seconds,
+            policy=self.decider.name if self.decider is not None and decision else "",
+            reason=decision.reason if decision else "",
+            objective=tuple(decision.objective.tolist()) if decision else (),
             requests=tuple(parts),
         )
         self._index += 1

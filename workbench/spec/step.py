@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # it brings torch, which reading a trace needs not
 Kind = Literal["first", "plain", "accepted", "corrected", "bonus"]
 Phase = Literal["prefill", "decode"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_OF_A_POLICY = ("decide_seconds", "policy", "reason", "objective")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +35,16 @@ class RequestStep:
         confidences: for each draft token, the probability the walk gave it among its candidates
             (softmax of the realized scores at the request's temperature, 1 where that is 0). It is
             the drafter's own word and not calibrated.
+        expected, stale: where a policy decided, for each draft token the estimator's probability
+            that it is accepted if all before it are: of this draft, by which the budget was
+            allocated, and of the request's draft before, by which the budget was made.
         admitted: how many of the drafted were verified, a prefix.
         accepted: how many of the admitted the target accepted, a prefix.
         token_ids: what the step gave the sequence; normally ``accepted + 1`` tokens, fewer when a
             stop token or a limit came first.
         kinds: of each of these tokens: ``first`` of the prompt's prefill, ``plain`` of a step
-            without drafts, ``accepted`` draft, ``corrected`` at the first refused slot, ``bonus``
-            behind a block that was accepted whole.
+            without verified drafts, ``accepted`` draft, ``corrected`` at the first refused slot,
+            ``bonus`` behind verified drafts that were all accepted.
         finished: why the sequence ended here, None if it goes on.
         candidates, unary, scores: with ``detail``, of each slot the K candidates' ids, their own
             logits, and their realized scores behind the path that was walked; else empty.
@@ -50,6 +54,8 @@ class RequestStep:
     position: int
     drafted: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
+    expected: tuple[float, ...] = ()
+    stale: tuple[float, ...] = ()
     admitted: int = 0
     accepted: int = 0
     token_ids: tuple[int, ...]
@@ -109,7 +115,11 @@ class Step:
         rows: token rows the target ran.
         draft_seconds: context K/V, block pass, selector and walk; 0 without drafts.
         verify_seconds: the target's pass and the verdict.
+        decide_seconds: what a policy took, with the estimator; 0 without one.
         seconds: the whole step.
+        policy: name of the policy that decided what was verified, "" without one.
+        reason: why, in its words.
+        objective: expected tokens a millisecond for budgets 0 to all drafts, where it weighs them.
         requests: each request's part, in the order of their rows.
     """
 
@@ -118,7 +128,11 @@ class Step:
     rows: int
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    decide_seconds: float = 0.0
     seconds: float
+    policy: str = ""
+    reason: str = ""
+    objective: tuple[float, ...] = ()
     requests: tuple[RequestStep, ...]
 
     @property
@@ -126,9 +140,16 @@ class Step:
         """Tokens the step gave, all requests together."""
         return sum(len(r.token_ids) for r in self.requests)
 
+    @property
+    def budget(self) -> int:
+        """Draft tokens that were verified, all requests together."""
+        return sum(r.admitted for r in self.requests)
+
     def to_dict(self) -> dict[str, Any]:
-        """The values by name, for JSON."""
+        """The values by name, for JSON; what only a policy gives is left out without one."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "requests"}
+        if not self.policy:
+            values = {k: v for k, v in values.items() if k not in _OF_A_POLICY}
         return values | {"requests": [r.to_dict() for r in self.requests]}
 
     @classmethod
@@ -141,9 +162,17 @@ class Step:
         known = {f.name for f in fields(cls)} - {"requests"}
         try:
             requests = tuple(RequestStep.from_dict(r) for r in data["requests"])
-            made = cls(**{k: v for k, v in data.items() if k in known}, requests=requests)
+            values = {k: _tuples(v) for k, v in data.items() if k in known}
+            made = cls(**values, requests=requests)
             counts = all(_is_whole(n) and n >= 0 for n in (made.index, made.rows))
-            times = (made.draft_seconds, made.verify_seconds, made.seconds)
+            times = (
+                made.draft_seconds, made.verify_seconds, made.decide_seconds, made.seconds
+            )  # fmt: skip
+            words = (made.policy, made.reason)
+            if not all(isinstance(word, str) for word in words) or not all(
+                _is_real(x) for x in made.objective
+            ):
+                raise TraceError("a step has a policy without words, or an objective of no numbers")
             if not counts or not all(_is_real(t) and t >= 0 for t in times):
                 raise TraceError("a step has a negative count or time")
             if made.phase not in get_args(Phase):
@@ -174,13 +203,13 @@ def _check(r: RequestStep) -> None:
         raise TraceError("a request of a step gave more tokens than it accepted, and one more")
     if r.finished not in (None, "eos", "length", "context"):
         raise TraceError("a request of a step ended for no reason that is known")
-    for name in ("confidences", "candidates", "unary", "scores"):
+    for name in ("confidences", "expected", "stale", "candidates", "unary", "scores"):
         if len(getattr(r, name)) not in (0, len(r.drafted)):
             raise TraceError(f"a request of a step needs {name} for each drafted token or none")
     tables = [t for t in (r.candidates, r.unary, r.scores) if t != ()]
     if (
         len({len(row) for table in tables for row in table}) > 1
-        or not all(_is_real(x) for x in r.confidences)
+        or not all(_is_real(x) for x in (*r.confidences, *r.expected, *r.stale))
         or not all(_is_whole(n) for row in r.candidates for n in row)
         or not all(_is_real(x) for table in (r.unary, r.scores) for row in table for x in row)
     ):

@@ -16,12 +16,12 @@ import tempfile
 from pathlib import Path
 
 from workbench.errors import KernelError
+from workbench.files import CACHE_VARIABLE, cache_folder
 
 SOURCES = Path(__file__).resolve().parent / "cuda"
 # Architecture-specific targets; both have everything the kernels use.
 ARCHITECTURES = ("sm_90a", "sm_100a")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-cudart", "static", "--compiler-options", "-fPIC")
-CACHE_VARIABLE = "BEAM_WORKBENCH_CACHE"
 _SECONDS = 300
 
 
@@ -42,15 +42,6 @@ def find_nvcc() -> str:
             "toolkit, or use a Triton variant"
         )
     return found
-
-
-def cache_folder() -> Path:
-    """Where built libraries are kept: ``$BEAM_WORKBENCH_CACHE``, or the user's cache folder."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "beam-workbench"
 
 
 def build(

@@ -1,0 +1,203 @@
+"""A policy in the decode loop: lossless whatever it trims, and its Steps say what it saw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import workbench
+from spec.planted import plant, small_drafter, small_target
+from workbench.errors import DraftError
+from workbench.model.beam import Beam
+from workbench.model.sampling import Sampling
+from workbench.spec.acceptance import Estimator, log_odds
+from workbench.spec.adaptive import Adaptive, Decision, Fixed, NoDrafts, Situation
+from workbench.spec.cost_table import CostTable
+from workbench.spec.decode import decode
+from workbench.spec.drafter import Drafter
+from workbench.spec.step import Step
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5], [7], [3, 3, 2, 1], [9, 8]]
+TABLE = CostTable(draft=((1, 0.1), (64, 3.0)), verify=((1, 1.0), (64, 16.0)))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Beam:
+    return small_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Beam) -> Drafter:
+    return small_drafter(target)
+
+
+class Dice:
+    """Admits any number of drafts of each request, from none to all."""
+
+    name = "dice"
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.seen: list[Situation] = []
+
+    def decide(self, situation: Situation) -> Decision:
+        self.seen.append(situation)
+        admitted = self.rng.integers(0, situation.drafted + 1)
+        return Decision(admitted=admitted, budget=int(admitted.sum()), reason="a throw")
+
+
+def texts(run: Any) -> list[tuple[int, ...]]:
+    return [g.token_ids for g in run.generations.values()]
+
+
+def plain(target: Beam, n: int) -> list[tuple[int, ...]]:
+    return [g.token_ids for g in workbench.generate(target, PROMPTS, max_new_tokens=n)]
+
+
+@pytest.mark.parametrize("policy", [Dice(), NoDrafts(), Fixed(2), Adaptive(TABLE)])
+def test_greedy_text_does_not_depend_on_what_is_trimmed(
+    target: Beam, drafter: Drafter, policy: Any
+) -> None:
+    run = decode(target, drafter, PROMPTS, max_new_tokens=33, policy=policy, slots=3)
+    steps = list(run)
+    assert texts(run) == plain(target, 33)
+    for step in steps:
+        if step.phase == "prefill" or not any(p.drafted for p in step.requests):
+            assert step.policy == ""  # nothing to decide
+            continue
+        assert step.policy == policy.name
+        assert step.rows == len(step.requests) + step.budget
+        assert Step.from_dict(step.to_dict()) == step
+        for part in step.requests:
+            assert part.drafted or part.admitted == 0
+            assert len(part.expected) == len(part.stale) == len(part.drafted)
+            last = "plain" if not part.admitted else "corrected"
+            if part.admitted and part.accepted == part.admitted:
+                last = "bonus"
+            assert part.kinds == ("accepted",) * part.accepted + (last,)
+
+
+def test_what_was_planted_is_accepted_as_far_as_it_was_admitted(
+    target: Beam, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = plain(target, 60)
+
+    def right(running: Any, n: int) -> list[int]:
+        return [*truth[running.request][len(running.ids) :], *[0] * n][:n]
+
+    holder = plant(monkeypatch, right)
+    run = holder["run"] = decode(target, drafter, PROMPTS, max_new_tokens=25, policy=Dice(1))
+    trimmed = 0
+    for step in run:
+        for part in step.requests:
+            assert part.accepted == part.admitted
+            trimmed += part.trimmed
+    assert texts(run) == [ids[:25] for ids in truth]
+    assert trimmed > 0
+
+
+def test_the_situation_is_what_the_estimator_said_then(target: Beam, drafter: Drafter) -> None:
+    """Live and stale confidences, worked out again from the steps' own scores."""
+    dice, again = Dice(2), Estimator(4)
+    heat = 0.7
+    run = decode(
+        target, drafter, PROMPTS, max_new_tokens=150, policy=dice, detail=True, slots=3,
+        sampling=Sampling(temperature=heat, seed=5),
+    )  # fmt: skip
+    last: dict[int, np.ndarray] = {}
+    number = 0
+    for step in run:
+        parts = [p for p in step.requests if p.drafted]
+        if step.phase == "prefill" or not parts:
+            continue
+        seen = dice.seen[number]
+        number += 1
+        rows = [i for i, p in enumerate(step.requests) if p.drafted]
+        features = log_odds([p.scores for p in parts], heat)
+        live = again.predict(features)
+        np.testing.assert_allclose(seen.live[rows], live, rtol=1e-6)
+        np.testing.assert_allclose([p.expected for p in parts], live, rtol=1e-6)
+        for row, part, now in zip(rows, parts, live, strict=True):
+            before = last.get(part.request, np.ones(4))
+            np.testing.assert_allclose(seen.stale[row], before, rtol=1e-6)
+            np.testing.assert_allclose(part.stale, before, rtol=1e-6)
+            last[part.request] = now
+        # A request at its last token has no drafts, and teaches nothing.
+        again.observe(live, features, [p.accepted for p in parts], [p.admitted for p in parts])
+    assert number == len(dice.seen) > 100
+    assert run.decider is not None
+    assert run.decider.estimator.steps == again.steps
+    assert run.decider.estimator.slope == pytest.approx(float(again.slope), rel=1e-5)
+    assert len(again.history) >= 2  # it was fitted at least once
+
+
+def test_an_estimator_goes_on_in_the_next_run(target: Beam, drafter: Drafter) -> None:
+    learned = Estimator(4)
+    for _ in range(2):
+        list(decode(target, drafter, PROMPTS, policy=Fixed(), estimator=learned, max_new_tokens=40))
+    assert learned.steps > 40
+
+
+class Broken:
+    name = "broken"
+
+    def decide(self, situation: Situation) -> Decision:
+        raise ZeroDivisionError("no idea")
+
+
+class Greedy:
+    name = "more"
+
+    def decide(self, situation: Situation) -> Decision:
+        return Decision(admitted=situation.drafted + 1, budget=int(situation.drafted.sum()))
+
+
+@pytest.mark.parametrize(("policy", "words"), [(Broken(), "no idea"), (Greedy(), "policy more")])
+def test_a_policy_that_fails_is_fixed_verification_and_says_so(
+    target: Beam, drafter: Drafter, policy: Any, words: str
+) -> None:
+    run = decode(target, drafter, PROMPTS, max_new_tokens=12, policy=policy)
+    reasons = [step.reason for step in run if step.policy]
+    assert texts(run) == plain(target, 12)
+    assert all(words in reason and "fixed verification" in reason for reason in reasons)
+    assert run.decider is not None
+
+
+def test_a_request_that_leaves_takes_its_confidences_along(target: Beam, drafter: Drafter) -> None:
+    dice = Dice(3)
+    run = decode(target, drafter, PROMPTS, max_new_tokens=200, policy=dice)
+    for _ in range(4):
+        next(run)
+    run.leave(1)
+    next(run)
+    assert len(dice.seen[-1].drafted) == 4
+    joined = run.join([5, 5, 5])
+    while joined not in {p.request for p in next(run).requests}:
+        pass
+    step = next(run)
+    part = next(p for p in step.requests if p.request == joined)
+    assert part.stale == (1.0,) * 4
+    assert part.expected != part.stale
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"policy": object()}, "a policy has a name and decide"),
+        ({"policy": Fixed(), "estimator": Estimator(3)}, "for 3 drafts a step, and here are 4"),
+        ({"estimator": Estimator(4)}, "an estimator serves a policy"),
+    ],
+)
+def test_what_cannot_decide_is_refused(
+    target: Beam, drafter: Drafter, given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(DraftError, match=words):
+        decode(target, drafter, PROMPTS, **given)
+
+
+def test_a_policy_without_drafts_is_refused(target: Beam) -> None:
+    with pytest.raises(DraftError, match="there is no drafter"):
+        decode(target, None, PROMPTS, policy=Fixed())

@@ -1,0 +1,135 @@
+"""The cost table of this machine: what is timed, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec.planted import small_drafter, small_target
+from workbench.errors import DraftError
+from workbench.model.beam import Beam
+from workbench.spec import profile as profile_module
+from workbench.spec.drafter import Drafter
+from workbench.spec.profile import profile
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Beam:
+    return small_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Beam) -> Drafter:
+    return small_drafter(target)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BEAM_WORKBENCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_every_size_is_timed_by_its_own_pass(
+    target: Beam, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = target.logits
+    seen: list[int] = []
+
+    def slow(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(len(hidden))
+        time.sleep(0.004 * len(hidden))
+        return real(hidden)
+
+    monkeypatch.setattr(target, "logits", slow)
+    told: list[tuple[int, int]] = []
+    table = profile(
+        target, drafter, requests=4, context=20, rounds=2, progress=lambda *at: told.append(at)
+    )
+    # One row of 1, 2, 4 sequences, then half a row of all of them more each time, to 5 rows each.
+    sizes = [1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
+    assert [n for n, _ in table.verify] == sizes
+    assert [n for n, _ in table.draft] == [1, 2, 4]
+    assert {n: seen.count(n) for n in set(seen)} == dict.fromkeys(sizes, 3)
+    for n, milliseconds in table.verify:
+        assert milliseconds >= 4 * n
+    assert table.draft_ms(4) < 16
+    assert told[-1] == (42, 42)
+    assert [at for at, _ in told] == list(range(1, 43))
+    assert "measured here" in table.label
+    assert "up to 4 sequences, context 20" in table.label
+
+
+@pytest.mark.parametrize(
+    ("rows", "requests", "counts"),
+    [(1, 4, [1]), (3, 4, [1, 1, 1]), (4, 4, [1] * 4), (9, 4, [3, 2, 2, 2]), (20, 4, [5] * 4)],
+)
+def test_rows_are_spread_over_the_sequences(rows: int, requests: int, counts: list[int]) -> None:
+    assert profile_module._spread(rows, requests) == counts
+
+
+def test_a_table_is_measured_once(target: Beam, drafter: Drafter, cache: Path) -> None:
+    asked: dict[str, Any] = {"requests": 2, "context": 20, "rounds": 1}
+    first = profile(target, drafter, **asked)
+    (file,) = cache.iterdir()
+
+    def never(*_: int) -> None:
+        raise AssertionError("it was measured again")
+
+    assert profile(target, drafter, **asked, progress=never) == first
+    assert first.to_dict().items() <= json.loads(file.read_text()).items()
+    profile(target, drafter, **asked | {"context": 21})
+    assert len(list(cache.iterdir())) == 2, "another context is another table"
+    told: list[int] = []
+    profile(target, drafter, **asked, keep=False, progress=lambda at, _: told.append(at))
+    assert told
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": "other/1"}', '{"schema": "SCHEMA"}'])
+def test_a_damaged_table_is_measured_again(
+    target: Beam, drafter: Drafter, cache: Path, text: str
+) -> None:
+    asked: dict[str, Any] = {"requests": 1, "context": 20, "rounds": 1}
+    profile(target, drafter, **asked)
+    (file,) = cache.iterdir()
+    file.write_text(text.replace("SCHEMA", profile_module.SCHEMA))
+    again = profile(target, drafter, **asked)
+    assert again.to_dict().items() <= json.loads(file.read_text()).items()
+
+
+def test_a_cache_that_cannot_be_written_costs_time_alone(
+    target: Beam, drafter: Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BEAM_WORKBENCH_CACHE", str(tmp_path / "file" / "below"))
+    assert profile(target, drafter, requests=1, context=20, rounds=1).verify
+
+
+def test_an_interrupt_keeps_nothing(target: Beam, drafter: Drafter, cache: Path) -> None:
+    def stop(done: int, of: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        profile(target, drafter, requests=1, context=20, rounds=1, progress=stop)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"requests": 0}, "requests must be a whole number from 1 to 512"),
+        ({"rounds": 0}, "rounds must be"),
+        ({"drafts": 64}, "drafts must be"),
+        ({"context": 100_000}, "context must be a whole number from 1 to"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(
+    target: Beam, drafter: Drafter, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(DraftError, match=words):
+        profile(target, drafter, **{"requests": 2, "context": 20} | change)

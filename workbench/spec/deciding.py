@@ -1,0 +1,108 @@
+"""A policy in the decode loop: what each draft is worth, who is verified, and what was learned.
+
+Confidences are the estimator's, calibrated by the verdicts so far. As in the engine the budget is
+made from *stale* ones, of the draft step before (1 for a request that had none), and allocated by
+the *live* ones of these drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from workbench.errors import DraftError
+from workbench.spec.acceptance import Array, Estimator
+from workbench.spec.adaptive import Decision, Floats, Ints, Policy, Situation, checked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Decided:
+    """A decision, the confidences it was made from, and the seconds that took.
+
+    Attributes:
+        decision: the policy's, or fixed verification where it failed.
+        stale, live: float64 ``[R, K]``, conditional.
+        seconds: features, confidences and decision.
+    """
+
+    decision: Decision
+    stale: Floats
+    live: Floats
+    seconds: float
+
+
+class Decider:
+    """Asks ``policy`` at every step of a run, and keeps ``estimator`` learning.
+
+    Attributes:
+        policy: who decides.
+        estimator: what it is told; a fresh one where None is given.
+    """
+
+    def __init__(self, policy: Policy, slots: int, estimator: Estimator | None = None) -> None:
+        """For drafts of ``slots`` tokens.
+
+        Raises:
+            DraftError: this is no policy, or an estimator for other drafts.
+        """
+        if not callable(getattr(policy, "decide", None)) or not hasattr(policy, "name"):
+            raise DraftError(
+                f"a policy has a name and decide(situation), and {type(policy).__name__} lacks "
+                "one; take Fixed(), Adaptive(table) or write one"
+            )
+        if estimator is not None and estimator.slots != slots:
+            raise DraftError(
+                f"the estimator is for {estimator.slots} drafts a step, and here are {slots}; give "
+                "one for as many, or none"
+            )
+        self.policy = policy
+        self.estimator = Estimator(slots) if estimator is None else estimator
+        self._last: dict[int, Floats] = {}  # confidences of each request's drafts before these
+        self._asked: tuple[Array, Array] | None = None  # predictions and features, until judged
+
+    @property
+    def name(self) -> str:
+        """The policy's, however odd it is."""
+        try:
+            return str(self.policy.name) or "unnamed"
+        except Exception:  # a user's code may raise anything
+            return type(self.policy).__name__
+
+    def decide(
+        self, requests: Sequence[int], drafted: Sequence[int], scores: Array, temperature: float
+    ) -> Decided:
+        """Which of this step's drafts are verified.
+
+        Args:
+            requests: their numbers, R.
+            drafted: drafts of each that there is room for.
+            scores: realized scores of the candidates, float32 ``[R, K, C]``.
+            temperature: of the drafts; 0 is taken as 1.
+        """
+        began = perf_counter()
+        features = self.estimator.features(scores, temperature)
+        predicted = self.estimator.predict(features)
+        live = predicted.astype(np.float64)
+        fresh = np.ones(live.shape[1])
+        stale = np.array([self._last.get(request, fresh) for request in requests])
+        ones: Ints = np.ones(len(requests), np.int64)
+        situation = Situation(
+            drafted=np.array(drafted, np.int64),
+            plain=ones,
+            samples=np.ones(len(requests), np.bool_),
+            stale=stale,
+            live=live,
+        )
+        decision = checked(self.policy, situation)
+        self._last = dict(zip(requests, live, strict=True))
+        self._asked = predicted, features
+        return Decided(decision=decision, stale=stale, live=live, seconds=perf_counter() - began)
+
+    def learn(self, accepted: Sequence[int], admitted: Sequence[int]) -> None:
+        """Take the verdicts on what :meth:`decide` was asked for."""
+        if self._asked is not None:
+            self.estimator.observe(*self._asked, np.array(accepted), np.array(admitted))
+            self._asked = None
