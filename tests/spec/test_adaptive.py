@@ -399,10 +399,25 @@ def test_a_policy_that_fails(decide: Made, words: str) -> None:
     found = checked(Custom(decide), S)
     assert found.admitted.tolist() == [4, 2, 0]
     assert found.budget == 6
+    assert found.failed
     assert found.reason.startswith("policy mine failed: ")
     assert found.reason.endswith("; fixed verification in its place")
     assert words in found.reason
     assert "\n" not in found.reason
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_only_a_failure_is_called_one(claimed: bool) -> None:
+    """Whatever the policy's own decision claims, in its field or in the words of its reason."""
+    words = "fixed verification in its place"
+    decide = gives(admitted=np.array([1, 1, 0]), budget=2, reason=words, failed=claimed)
+    found = checked(Custom(decide), S)
+    assert (found.admitted.tolist(), found.reason, found.failed) == ([1, 1, 0], words, False)
+
+
+@pytest.mark.parametrize("policy", [Fixed(), Fixed(1), NoDrafts(), Adaptive(TABLE)])
+def test_the_policies_at_hand_do_not_fail(policy: Policy) -> None:
+    assert not checked(policy, S).failed
 
 
 def test_an_error_that_says_too_much_or_nothing() -> None:

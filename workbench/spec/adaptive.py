@@ -101,6 +101,8 @@ class Decision:
         survival: by which drafts were admitted, -inf behind the drafted slots; float64 ``[R, K]``,
             None where the policy has none.
         reason: why, in a few words for the view.
+        failed: the policy failed and this is fixed verification in its place. :func:`checked` alone
+            says so, whatever a policy sets.
     """
 
     admitted: Ints
@@ -108,6 +110,7 @@ class Decision:
     objective: Floats = field(default_factory=lambda: np.empty(0))
     survival: Floats | None = None
     reason: str = ""
+    failed: bool = False
 
 
 class Policy(Protocol):
@@ -315,7 +318,7 @@ class Oracle:
 
 
 def checked(policy: Policy, situation: Situation) -> Decision:
-    """A policy's decision; that of :class:`Fixed` where the policy fails, and its reason says so.
+    """A policy's decision; where it fails that of :class:`Fixed`, ``failed`` and its reason set.
 
     It fails if it raises, or if what it returns is no :class:`Decision` whose admitted drafts are
     from 0 to the drafted ones of each request, sum up to its budget, and whose objective and
@@ -331,7 +334,7 @@ def checked(policy: Policy, situation: Situation) -> Decision:
         with contextlib.suppress(Exception):  # a name that fails is the least of it
             name = str(policy.name)
         reason = f"policy {name} failed: {words}; fixed verification in its place"
-        return replace(fixed, reason=reason)
+        return replace(fixed, reason=reason, failed=True)
 
 
 def _best(situation: Situation, expected: Floats, ranked: Floats, table: CostTable) -> Decision:
