@@ -1,6 +1,6 @@
 """Are the ring's slots released only after they were read? From the machine code, without a GPU.
 
-    PYTHONPATH=. python3 benchmarks/rank_releases.py [--architecture sm_90a]
+    PYTHONPATH=. python benchmarks/rank_releases.py [--architecture sm_90a]
 
 A consumer warp releases a group of the ring by arriving at a named barrier (BAR.ARV). Loads of
 shared memory end later than they are issued, in order, and a scoreboard tells: an instruction's
@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import triton
 
-from workbench.kernels.rank.cuda_build import SOURCES, find_nvcc
+from workbench.kernels.rank.cuda_build import ARCHITECTURES, SOURCES, find_nvcc
 
 RING_END = 0x32000  # shape.cuh: S_PART, less what a load adds to its address
 NONE = 7  # no scoreboard
@@ -136,11 +137,12 @@ def under_way(code: list[Instruction], labels: dict[str, int]) -> dict[str, set[
     return found
 
 
-def main() -> None:
-    """Parse the command line, analyse, print."""
+def main() -> int:
+    """Parse the command line, analyse, print; 1 where a release is not proven."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--architecture", default="sm_90a")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="sm_90a")
     given = parser.parse_args()
+    proven = True
     listing = disassembled(given.architecture)
     for section in re.split(r"\n\t\.section\t(?=\.text\.)", listing)[1:]:
         code, labels = parsed(section)
@@ -148,9 +150,11 @@ def main() -> None:
         found = under_way(code, labels)
         name = section.split(",")[0].removeprefix(".text.")
         print(f"{name}: {len(found)} of {arrivals} releases reached")
+        proven &= len(found) == arrivals and not any(found.values())
         for at, loads in found.items():
             print(f"  {at}: {'; '.join(sorted(loads)) or 'every load of the ring has ended'}")
+    return 0 if proven else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

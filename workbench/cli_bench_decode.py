@@ -231,7 +231,9 @@ def page(document: dict[str, Any], console: Console) -> None:
     for name, reason in d["left_out"].items():
         console.print(f"left out: {name}: {plain(reason)}")
     apart = d["repeat_percent"]
-    console.print("nothing was timed" if apart is None else f"two runs agree within {apart:.1f} %")
+    console.print(
+        "nothing was timed" if apart is None else f"two runs differ by {apart:.1f} % at most"
+    )
 
 
 _COLUMNS = ("variant", "what it adds", "from", "ms", "low", "high", "of floor", "max error")

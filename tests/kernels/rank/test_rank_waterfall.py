@@ -169,7 +169,7 @@ def test_what_was_not_timed_has_no_number(rank: Make) -> None:
     assert document["repeat_percent"] is None
     assert document["rounds"] is None
     assert "nothing was timed" in shown(document)
-    assert "agree within" not in shown(document)
+    assert "differ by" not in shown(document)
 
 
 def shown(document: dict[str, Any], width: int = 140) -> str:
