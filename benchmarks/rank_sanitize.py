@@ -37,6 +37,7 @@ MODES = {
     5: "the step's own producer and product, one block",
     6: "the step's own producer and product, a block on every SM",
     7: "the step's ring, a block on every SM",
+    8: "the step's own producer and product, with barriers of the consumers between",
 }
 
 
