@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,11 @@ from workbench.spec.acceptance import Estimator, log_odds
 from workbench.spec.adaptive import Adaptive, Decision, Fixed, NoDrafts, Situation
 from workbench.spec.cost_table import CostTable
 from workbench.spec.decode import decode
+from workbench.spec.doubt import doubt
 from workbench.spec.drafter import Drafter
+from workbench.spec.metrics import Tally
 from workbench.spec.step import Step
+from workbench.views.spec_curves import _health
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5], [7], [3, 3, 2, 1], [9, 8]]
 TABLE = CostTable(draft=((1, 0.1), (64, 3.0)), verify=((1, 1.0), (64, 16.0)))
@@ -163,6 +167,21 @@ def test_a_policy_that_fails_is_fixed_verification_and_says_so(
     assert texts(run) == plain(target, 12)
     assert all(words in reason and "fixed verification" in reason for reason in reasons)
     assert run.decider is not None
+
+
+def test_a_drafter_is_not_doubted_for_what_nobody_verified(target: Beam, drafter: Drafter) -> None:
+    """Nothing accepted: because nothing was asked, or because every draft was wrong."""
+    for policy, doubted in ((NoDrafts(), False), (Fixed(1), True)):
+        tally = Tally(4)
+        for step in decode(target, drafter, PROMPTS, max_new_tokens=40, policy=policy):
+            parts = [replace(p, accepted=0, token_ids=p.token_ids[-1:], kinds=p.kinds[-1:])
+                     for p in step.requests]  # fmt: skip
+            tally.add(replace(step, requests=tuple(parts)))
+        found = tally.acceptance()
+        assert found.accepted == 0
+        assert found.events > 100
+        assert (doubt(found, 0.0) is not None) == doubted
+        assert ("almost nothing is accepted" in _health(found)) == doubted
 
 
 def test_a_request_that_leaves_takes_its_confidences_along(target: Beam, drafter: Drafter) -> None:

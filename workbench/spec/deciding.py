@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 import numpy as np
 
@@ -20,18 +19,16 @@ from workbench.spec.adaptive import Decision, Floats, Ints, Policy, Situation, c
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decided:
-    """A decision, the confidences it was made from, and the seconds that took.
+    """A decision, and the confidences it was made from.
 
     Attributes:
         decision: the policy's, or fixed verification where it failed.
         stale, live: float64 ``[R, K]``, conditional.
-        seconds: features, confidences and decision.
     """
 
     decision: Decision
     stale: Floats
     live: Floats
-    seconds: float
 
 
 class Decider:
@@ -82,7 +79,6 @@ class Decider:
             scores: realized scores of the candidates, float32 ``[R, K, C]``.
             temperature: of the drafts; 0 is taken as 1.
         """
-        began = perf_counter()
         features = self.estimator.features(scores, temperature)
         predicted = self.estimator.predict(features)
         live = predicted.astype(np.float64)
@@ -99,7 +95,7 @@ class Decider:
         decision = checked(self.policy, situation)
         self._last = dict(zip(requests, live, strict=True))
         self._asked = predicted, features
-        return Decided(decision=decision, stale=stale, live=live, seconds=perf_counter() - began)
+        return Decided(decision=decision, stale=stale, live=live)
 
     def learn(self, accepted: Sequence[int], admitted: Sequence[int]) -> None:
         """Take the verdicts on what :meth:`decide` was asked for."""

@@ -11,11 +11,12 @@ _HARDLY_ANY = 0.05  # of the first drafts of blocks; a token guessed at random i
 def doubt(acceptance: Acceptance, temperature: float) -> str | None:
     """What to say where next to nothing is accepted: output is right then, and nothing is gained.
 
-    Above temperature 1 the target itself may be hard to guess, so nothing is said.
+    Above temperature 1 the target itself may be hard to guess, so nothing is said; nor of drafts
+    that a policy left unverified.
     """
-    if acceptance.events < _BLOCKS_TO_JUDGE or temperature > 1:
+    if sum(acceptance.admitted_at[:1]) < _BLOCKS_TO_JUDGE or temperature > 1:
         return None
-    first = acceptance.survival[0]
+    first = acceptance.conditional[0]
     if first is None or first >= _HARDLY_ANY:
         return None
     return (

@@ -305,6 +305,7 @@ class Decoding(Iterator[Step]):
         verified = perf_counter()
         if self.decider is not None and decided is not None:
             self.decider.learn(accepted, admitted)
+        learned = perf_counter()
         for slot, (running, kept) in enumerate(zip(alive, accepted, strict=True)):
             self._cache.truncate(slot, running.position + kept)
         parts = []
@@ -323,7 +324,8 @@ class Decoding(Iterator[Step]):
             running.count(len(part.token_ids), seconds, timed=self.steps > 0)
         self.steps += 1
         drafting = (drafted - start if proposal is not None else 0.0) + writing
-        times = (drafting, verified - deciding, deciding - drafted if decided else 0.0)
+        policy = deciding - drafted + learned - verified if decided else 0.0
+        times = (drafting, verified - deciding, policy)
         return self._step("decode", sum(counts), *times, seconds, parts, decided)
 
     @torch.inference_mode()

@@ -115,7 +115,7 @@ class Step:
         rows: token rows the target ran.
         draft_seconds: context K/V, block pass, selector and walk; 0 without drafts.
         verify_seconds: the target's pass and the verdict.
-        decide_seconds: what a policy took, with the estimator; 0 without one.
+        decide_seconds: what a policy took, confidences and learning included; 0 without one.
         seconds: the whole step.
         policy: name of the policy that decided what was verified, "" without one.
         reason: why, in its words.

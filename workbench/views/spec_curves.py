@@ -45,8 +45,8 @@ def _unbroken(acceptance: Acceptance) -> str:
 
 
 def _health(acceptance: Acceptance) -> str:
-    length = acceptance.length_pooled
-    if length is not None and length < _LOW and acceptance.events >= _ENOUGH:
+    judged = sum(acceptance.admitted_at[:1])  # events of which anything was verified
+    if judged >= _ENOUGH and 1 + acceptance.accepted / judged < _LOW:
         return " · almost nothing is accepted: does this drafter belong to this target?"
     return ""
 
