@@ -481,6 +481,40 @@ def test_ctrl_c(command: str, folder: str) -> None:
         assert re.fullmatch(r"\d+ tokens, stopped; .*context \d+ of 2048\n", err)
 
 
+@pytest.mark.parametrize(
+    ("handled", "code", "says"),
+    [("signal.default_int_handler", 130, "workbench: interrupted\n"), ("signal.SIG_IGN", 7, "")],
+)
+def test_ctrl_c_while_the_command_line_is_imported(
+    tmp_path: Path, handled: str, code: int, says: str
+) -> None:
+    """The first thing that takes time is typer: here it presses Ctrl-C itself."""
+    (tmp_path / "typer.py").write_text(
+        "import os, signal, sys\nos.kill(os.getpid(), signal.SIGINT)\nsys.exit(7)\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import signal\nsignal.signal(signal.SIGINT, {handled})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "workbench.cli", "info", "beam-tiny"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (code, says)
+
+
+def test_importing_the_command_line_leaves_ctrl_c_alone() -> None:
+    says = (
+        "import signal, workbench.cli as cli; from workbench import cli_start; "
+        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, "
+        "cli_start.is_program())"
+    )
+    done = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True False\n", done.stderr
+
+
 def test_a_reader_that_leaves_is_no_error(folder: str) -> None:
     with spawn("demo", folder, "--json", "--max-new-tokens", "400") as process:
         assert process.stdout is not None

@@ -29,7 +29,9 @@ from workbench import terminal_spec
 from workbench.cli import app
 from workbench.model import presets
 from workbench.spec import bench as bench_module
+from workbench.spec import bench_runs
 from workbench.spec.loop import Decoding
+from workbench.spec.step import RequestStep, Step
 from workbench.spec.trace import Trace
 
 COUNT = 30
@@ -131,9 +133,14 @@ def test_generate_adaptive_writes_the_same_and_measures_once(
 ) -> None:
     monkeypatch.setenv("BEAM_WORKBENCH_CACHE", str(tmp_path / "cache"))
     trace = tmp_path / "run.jsonl"
-    value = document("generate", *drafted, *GENERATE, "--adaptive", "--trace", str(trace))
+    asked = ("generate", *drafted, *GENERATE, "--adaptive")
+    first = run(*asked, "--json", "--trace", str(trace))
+    value = json.loads(first.stdout)
     assert value["token_ids"] == written(COUNT)
     assert value["policy"] == "adaptive"
+    # stderr is no terminal here: a line instead of a bar, and only while something is measured.
+    (measuring,) = (line for line in first.stderr.splitlines() if "measuring" in line)
+    assert re.fullmatch(r"workbench: measuring .* on this machine, in \d+ timings; .*", measuring)
     assert value["drafted"] == value["accepted"] + value["rejected"] + value["trimmed"]
     (kept,) = (tmp_path / "cache").iterdir()
     steps = [step for step in Trace.read(trace).steps if step.phase == "decode"]
@@ -144,7 +151,9 @@ def test_generate_adaptive_writes_the_same_and_measures_once(
             assert step.decide_seconds > 0
     assert any(step.policy for step in steps)
     before = kept.stat().st_mtime_ns
-    assert document("generate", *drafted, *GENERATE, "--adaptive")["policy"] == "adaptive"
+    again = run(*asked, "--json")
+    assert json.loads(again.stdout)["policy"] == "adaptive"
+    assert "measuring" not in again.stderr
     assert kept.stat().st_mtime_ns == before
     assert document("generate", *drafted, *GENERATE)["policy"] is None
     refused = run("generate", drafted[0], *GENERATE, "--adaptive", "--no-draft", code=2)
@@ -530,6 +539,19 @@ def test_marks_differ_without_colour() -> None:
     assert terminal_spec.block_signs(7, 5, 2, 9).plain == "✓✓✗✗✗○○  "
 
 
+def test_legends_are_true_where_every_draft_was_trimmed() -> None:
+    # A token of such a step is plain, though something was drafted.
+    assert "· plain, no draft verified" in terminal_spec.signs_legend().plain
+    assert "not drafted" not in terminal_spec.marks_legend().plain
+    part = RequestStep(
+        request=0, position=4, drafted=(5, 6), token_ids=(7,), kinds=("plain",)
+    )  # fmt: skip
+    step = Step(index=3, rows=1, seconds=0.1, requests=(part,))
+    line = terminal_spec.step_lines([step], None, 2)[1].plain
+    assert line.split()[:4] == ["3", "0", "4", "○○"]
+    assert line.endswith("·#7")
+
+
 # -- bench ----------------------------------------------------------------------------------------
 
 BENCH = ["--max-new-tokens", str(COUNT), "--rounds", "1"]
@@ -557,7 +579,9 @@ def test_bench_speculative_answers_the_contract(drafted: list[str], tmp_path: Pa
     assert json.loads(file.read_text("utf-8")) == value
     page = run(*arguments).stdout
     assert "speedup" in page
-    assert "2 of 2 prompts identical" in page
+    assert "2 of 2 prompts identical in all three" in page
+    assert "adaptive verification" in page
+    assert set(value["policies"]) == {"none", "fixed", "adaptive"}
     assert "measured here" in page
 
 
@@ -579,7 +603,7 @@ def test_ctrl_c_in_a_benchmark_prints_what_there_is(
     value = document(*arguments, code=130)
     assert (value["interrupted"], value["pairs"], value["draft_ms"]) == (True, 1, None)
     assert "interrupted" in run(*arguments, code=130).stdout
-    monkeypatch.setattr(bench_module, "decode", interrupted)
+    monkeypatch.setattr(bench_runs, "decode", interrupted)
     result = run(*arguments, code=130)
     assert (result.stdout, result.stderr.splitlines()[-1]) == ("", "workbench: interrupted")
 

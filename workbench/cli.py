@@ -8,6 +8,9 @@ it, so that ``--help`` and ``info`` answer at once.
 
 from __future__ import annotations
 
+from workbench import cli_start  # first: what follows takes long enough to be interrupted
+
+# isort: split
 import errno
 import os
 import signal
@@ -310,7 +313,8 @@ def _labels(beam: Beam, token_ids: list[int]) -> list[str]:
 def main() -> None:
     """Entry point of the ``workbench`` program."""
     _open_streams()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+    # Else it is ignored, as of a job in the background.
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, cli_start.end):
         signal.signal(signal.SIGINT, _interrupt)
     try:
         try:

@@ -49,7 +49,7 @@ def speculative(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Greedy decoding with and without the drafter, in turns prompt by prompt."""
+    """Greedy decoding without drafts, verifying all, and adaptively, in turns prompt by prompt."""
     from workbench.cli_kernels_asked import refuse_unwritable, write_document
     from workbench.cli_trace import given_texts, prompts_of
 

@@ -106,6 +106,12 @@ def decode(
         for name in names:
             stage(name)
     resolved = resolve(model)
+    most = resolved.config.max_position_embeddings
+    if context > most:  # the default, too, for a small model: before anything is looked for
+        raise KernelError(
+            f"a context of {context} tokens exceeds the model's {most} ({resolved.name}); give "
+            f"--context {most} or less"
+        )
     if device == Place.cuda and not torch.cuda.is_available():
         raise KernelError(
             "this machine has no CUDA GPU that torch can use; --device cpu runs a small model "

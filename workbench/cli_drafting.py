@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,20 +128,33 @@ class Drafting:
         )
 
     def _policy(self, beam: Beam, drafter: Drafter) -> Policy:
-        """Adaptive verification of one sequence, with a bar while its costs are measured."""
+        """Adaptive verification of one sequence, with a bar while its costs are measured, or a line
+        where stderr is no terminal."""
         from workbench.spec.adaptive import Adaptive
         from workbench.spec.profile import profile
         from workbench.terminal_kernels import Progress
 
         context = min(256, beam.config.max_position_embeddings // 2, drafter.limit // 2)
+        said = False
         with Progress("measuring costs") as bar:
+
+            def told(done: int, of: int) -> None:
+                nonlocal said
+                if not said and not sys.stderr.isatty():
+                    said = True
+                    bar.say(
+                        "workbench: measuring what drafts and verifications cost on this machine, "
+                        f"in {of} timings; the table is kept for the next time"
+                    )
+                bar.told(done, of, "")
+
             table = profile(
                 beam,
                 drafter,
                 requests=1,
                 drafts=self.speculative_tokens,
                 context=context,
-                progress=lambda done, of: bar.told(done, of, ""),
+                progress=told,
             )
         return Adaptive(table)
 

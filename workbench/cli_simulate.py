@@ -14,14 +14,6 @@ if TYPE_CHECKING:
     from workbench.spec.simulate import NamedTable
     from workbench.spec.simulation_result import SimulationResult
 
-# With adaptive against fixed verification, concurrency 128, for the engine on GB200.
-_PUBLISHED = {
-    "concurrency": 128,
-    "fixed_tokens_per_second": 15012,
-    "adaptive_tokens_per_second": 16632,
-    "tokens_per_second_change": 0.108,
-    "tpot_p99_change": -0.09,
-}
 _FIGURES = ("tokens_per_second", "tpot_p50_ms", "tpot_p99_ms", "acceptance_length")
 _COUNTS = ("steps", "drafted", "admitted", "accepted", "wasted", "missed")
 
@@ -56,6 +48,7 @@ def simulate(
 ) -> None:
     """Plain, fixed, adaptive and oracle verification, simulated under continuous batching."""
     from workbench.spec import simulate as simulation
+    from workbench.spec.published import published
     from workbench.spec.replay import check_number
 
     check_number("concurrency", concurrency, 1, simulation.MOST_CONCURRENCY)
@@ -88,7 +81,7 @@ def simulate(
                 "source": source.label,
                 "estimated": {n: r.estimated_how for n, r in results.items() if r.estimated},
                 "notes": told,
-                "published": _PUBLISHED,
+                "published": published().to_dict(),
             }
         )
         return
@@ -140,6 +133,7 @@ def _page(
     from rich.table import Table
     from rich.text import Text
 
+    from workbench.spec.published import published
     from workbench.terminal import out, printable
 
     def dim(line: str) -> None:
@@ -173,11 +167,11 @@ def _page(
         "tokens/s and TPOT: modelled, decode steps alone; length, wasted (verified, not accepted) "
         f"and missed (trimmed, would be accepted): by acceptance that is {origins['acceptance']}"
     )
-    p = _PUBLISHED
+    p = published()
     console.print(
-        f"published for the engine at concurrency {p['concurrency']}, another machine and drafter: "
-        f"fixed {p['fixed_tokens_per_second']:,}, adaptive {p['adaptive_tokens_per_second']:,} "
-        f"tokens/s ({p['tokens_per_second_change']:+.1%}), p99 TPOT {p['tpot_p99_change']:+.0%}"
+        f"published for the engine at concurrency {p.concurrency}, another machine and drafter: "
+        f"fixed {p.fixed_tokens_per_second:,}, adaptive {p.adaptive_tokens_per_second:,} "
+        f"tokens/s ({p.tokens_per_second_change:+.1%}), p99 TPOT {p.tpot_p99_change:+.0%}"
     )
     dim(f"acceptance {source.label}")
     for name, r in results.items():

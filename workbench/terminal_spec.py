@@ -32,7 +32,7 @@ MARKS: dict[Kind, tuple[str, str, str]] = {
     "corrected": ("≠", f"bold reverse {_ORANGE}", "corrected by the target"),
     "bonus": ("+", f"bold italic {_BLUE}", "bonus behind a whole block"),
     "first": ("›", "", "first, from the prefill"),
-    "plain": ("·", "", "plain, nothing drafted"),
+    "plain": ("·", "", "plain, no draft verified"),
 }
 # Fate of a slot -> sign, style.
 SLOTS = {
@@ -80,7 +80,7 @@ def marks_legend() -> Text:
     for word, (sign, style) in SLOTS.items():
         legend.append(sign, style)
         legend.append(f" {word}   ", "dim")
-    legend.append("unmarked tokens: not drafted", "dim")
+    legend.append("unmarked tokens: the target's own, no draft verified", "dim")
     return legend
 
 
@@ -195,17 +195,25 @@ def bench_page(result: SpeculativeBench, console: Console) -> None:
         )
     )
     console.print(
-        f"speedup {result.speedup:.2f} (median of {result.pairs} pairs; 10th to 90th percentile "
-        f"{result.speedup_low:.2f} to {result.speedup_high:.2f})"
+        f"speedup {result.speedup:.2f} over no drafts (median of {result.pairs} turns; 10th to "
+        f"90th percentile {result.speedup_low:.2f} to {result.speedup_high:.2f})"
+    )
+    console.print(
+        f"adaptive verification {result.adaptive_gain:.2f} of fixed ("
+        f"{result.adaptive_gain_low:.2f} to {result.adaptive_gain_high:.2f}); deciding takes "
+        f"{result.decide_share:.1%} of its steps"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("policy")
     for name in ("tokens/s", "10th", "90th", "TPOT p50 ms", "p99 ms"):
         table.add_column(name, justify="right")
-    for name, policy in (("none", result.none), ("fixed", result.fixed)):
+    ways = (("none", result.none), ("fixed", result.fixed), ("adaptive", result.adaptive))
+    for name, policy in ways:
         table.add_row(name, *_speeds(policy))
     console.print(table)
     console.print(lengths(result.acceptance))
+    if (shorter := result.adaptive_acceptance.length_pooled) is not None:
+        console.print(f"acceptance length of adaptive {shorter:.2f}")
     if result.target_ms and result.draft_ms is not None:
         one = result.target_ms[1]
         rows = ", ".join(
@@ -220,8 +228,9 @@ def bench_page(result: SpeculativeBench, console: Console) -> None:
     torch = result.versions.get("torch")
     source = f"measured here: {result.hardware}, {threads}, torch {torch}, {result.date}"
     console.print(Text(printable(source), "dim"))
+    console.print(Text(printable(f"cost table of adaptive: {result.cost_table}"), "dim"))
     if result.interrupted:
-        console.print(Text("interrupted: these are the pairs that were whole", "bold"))
+        console.print(Text("interrupted: these are the turns that were whole", "bold"))
 
 
 def _speeds(policy: Policy) -> list[str]:
@@ -232,7 +241,7 @@ def _speeds(policy: Policy) -> list[str]:
 
 
 def _agreement(result: SpeculativeBench) -> str:
-    same = f"outputs: {result.identical} of {result.compared} prompts identical with both"
+    same = f"outputs: {result.identical} of {result.compared} prompts identical in all three"
     first = [
         f"prompt {d.prompt} differs first at new token {d.index}, where the target's best two "
         f"logits are {d.margin:.2g} apart"

@@ -186,30 +186,29 @@ def test_refit_is_a_newton_step(seed: int, slots: int, requests: int) -> None:
     assert estimator.history[-1] == estimator.coefficients()
 
 
-def hundredth(estimator: Estimator, **sums: Any) -> None:
-    """Put sums in place and refit."""
-    for name, values in sums.items():
-        setattr(estimator, name, np.array(values, np.float32))
-    estimator.steps = 99
+def hundredth(estimator: Estimator, **sums: Any) -> Estimator:
+    """The estimator with these sums, refitted."""
+    estimator = Estimator.from_state({**estimator.state(), **sums, "steps": 99})
     none = np.zeros((0, estimator.slots))
     assert estimator.observe(none, none, [], [])
+    return estimator
 
 
 def test_a_slope_never_gets_negative() -> None:
     estimator = Estimator(1)
     # Newton's slope is about -1, which would end below 0: it stays, and the intercept goes on as
     # if the slope's step were 0.
-    hundredth(estimator, information=[[90, 0, 50]], gradient=[[-100, 25]], counts=[50])
+    estimator = hundredth(estimator, information=[[90, 0, 50]], gradient=[[-100, 25]], counts=[50])
     assert estimator.slope == np.float32(0.5)
     assert estimator.intercepts[0] == pytest.approx(-0.2 + 0.5 * 25 / 50.001)
     # A step down that ends above 0 is taken.
-    hundredth(estimator, information=[[90, 0, 50]], gradient=[[-9, 0]], counts=[50])
+    estimator = hundredth(estimator, information=[[90, 0, 50]], gradient=[[-9, 0]], counts=[50])
     assert estimator.slope == pytest.approx(0.5 - 0.05, abs=1e-5)
 
 
 def test_nan_moves_nothing_but_what_can_be_known() -> None:
     estimator = Estimator(3)
-    hundredth(
+    estimator = hundredth(
         estimator,
         information=[[9, 2, 5], [NAN, NAN, NAN], [0, 0, 0]],
         gradient=[[4, 5], [NAN, NAN], [0, 0]],
@@ -222,10 +221,28 @@ def test_nan_moves_nothing_but_what_can_be_known() -> None:
     assert np.isfinite(estimator.information).all()
 
 
+def test_sums_are_the_same_however_often_they_are_looked_at() -> None:
+    """Verdicts wait and are added up together; looking adds them up, and changes nothing else."""
+    rng, looked, left = np.random.default_rng(3), Estimator(4), Estimator(4)
+    for number in range(250):
+        features, accepted, admitted = step(rng, int(rng.integers(0, 5)), 4)
+        for one in (looked, left):
+            given = features.copy()
+            one.observe(one.predict(given), given, accepted, admitted)
+            given[:] = NAN  # the caller's again
+        assert looked.counts.sum() >= 0
+        if number % 37 == 0:
+            looked = Estimator.from_state(json.loads(json.dumps(looked.state())))
+    np.testing.assert_allclose(looked.information, left.information, rtol=1e-5)
+    np.testing.assert_allclose(looked.gradient, left.gradient, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(looked.counts, left.counts)
+    assert looked.slope == pytest.approx(left.slope, rel=1e-5)
+
+
 def test_infinity_is_no_step() -> None:
     """A system that float32 sees as singular; the engine would take the infinite slope."""
     estimator = Estimator(1)
-    hundredth(
+    estimator = hundredth(
         estimator, information=[[2.0**30, 2.0**30, 2.0**30]], gradient=[[8, 4]], counts=[1000]
     )
     assert estimator.slope == np.float32(0.5)

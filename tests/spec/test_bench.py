@@ -15,7 +15,7 @@ from spec.cycle import accepted_runs, cycle_ids, make, written
 from workbench.errors import DraftError, PromptError
 from workbench.model.beam import Beam
 from workbench.spec import bench as module
-from workbench.spec import loop
+from workbench.spec import bench_runs, loop
 from workbench.spec.bench import bench
 from workbench.spec.costs import costs
 from workbench.spec.drafter import Drafter
@@ -35,8 +35,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Beam, Drafter]:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No time for warming up, few rounds, one thread."""
+def quick(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """No time for warming up, few rounds, one thread, cost tables kept for these tests alone."""
+    folder = tmp_path_factory.getbasetemp() / "bench-cache"
+    monkeypatch.setenv("BEAM_WORKBENCH_CACHE", str(folder))
     monkeypatch.setattr(module, "WARM_SECONDS", 0.0)
     monkeypatch.setattr(module, "COST_ROUNDS", 3)
     threads = torch.get_num_threads()
@@ -52,7 +56,7 @@ def test_one_pair_is_what_was_decoded(pair: tuple[Beam, Drafter]) -> None:
     # Not timed: the prefill's token, and what the first decode step gives.
     assert result.none.tokens == TOKENS - 2
     assert result.fixed.tokens == TOKENS - 1 - (RUNS[0] + 1)
-    for policy in (result.none, result.fixed):
+    for policy in (result.none, result.fixed, result.adaptive):
         assert policy.runs == 1
         assert policy.tokens_per_second == pytest.approx(policy.tokens / policy.seconds)
         assert policy.low == policy.high == policy.tokens_per_second
@@ -60,6 +64,11 @@ def test_one_pair_is_what_was_decoded(pair: tuple[Beam, Drafter]) -> None:
     assert result.speedup == pytest.approx(
         result.fixed.tokens_per_second / result.none.tokens_per_second
     )
+    assert result.adaptive_gain == pytest.approx(
+        result.adaptive.tokens_per_second / result.fixed.tokens_per_second
+    )
+    assert 0 < result.decide_share < 1
+    assert "measured here" in result.cost_table
     assert (result.compared, result.identical, result.differences) == (1, 1, ())
     assert sorted(result.target_ms) == [1, 2, 4, 8]
     assert result.draft_ms is not None
@@ -77,7 +86,8 @@ def test_the_document_has_the_contracts_keys(pair: tuple[Beam, Drafter]) -> None
     assert set(value["target_ms"]) == {"1", "2", "4", "6", "8"}, "a block has six rows"
     for name in ("speedup", "draft_ms", "hardware", "versions", "date", "threads"):
         assert value[name]
-    assert set(value["policies"]) == {"none", "fixed"}
+    assert set(value["policies"]) == {"none", "fixed", "adaptive"}
+    assert value["adaptive_acceptance_length"] == result.adaptive_acceptance.length_pooled
     for policy in value["policies"].values():
         assert {"tokens_per_second", "tpot_p50_ms", "tpot_p99_ms"} <= set(policy)
 
@@ -85,30 +95,38 @@ def test_the_document_has_the_contracts_keys(pair: tuple[Beam, Drafter]) -> None
 def spied(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> list[str]:
     """Note every run that is timed, and tell ``act`` its number before it begins."""
     seen: list[str] = []
-    real = module.decode
+    real = bench_runs.decode
 
     def decode(beam: Beam, drafter: Drafter | None, prompts: Any, **options: Any) -> Any:
         if options["slots"] == len(prompts) and options["max_new_tokens"] == TOKENS:
             act(len(seen))
-            seen.append("plain" if drafter is None else "drafts")
+            deciding = "adaptive" if options.get("policy") else "fixed"
+            seen.append("none" if drafter is None else deciding)
         return real(beam, drafter, prompts, **options)
 
-    monkeypatch.setattr(module, "decode", decode)
+    monkeypatch.setattr(bench_runs, "decode", decode)
     return seen
 
 
-def test_the_two_take_turns(pair: tuple[Beam, Drafter], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_three_take_turns(pair: tuple[Beam, Drafter], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = spied(monkeypatch, lambda number: None)
     told: list[tuple[int, int, str]] = []
     result = bench(
         *pair, [PROMPT, [50]], max_new_tokens=TOKENS, rounds=2, progress=lambda *a: told.append(a)
     )
-    # The first run is the check of what was asked, where a single prompt would look alike.
-    turns = ["plain", "drafts", "drafts", "plain", "drafts", "plain", "plain", "drafts"]
-    assert seen == turns
+    # Each is first once in three, and the order is turned round every three.
+    n, f, a = "none", "fixed", "adaptive"
+    assert seen == [n, f, a, f, a, n, f, a, n, a, n, f]
     assert result.pairs == 4
-    assert [done for done, _, _ in told] == [0, 0, 1, 2, 3, 4]
-    assert {of for _, of, _ in told} == {5}
+    assert [done for done, _, _ in told] == [0, 1, 2, 3, 4, 5]
+    assert {of for _, of, _ in told} == {6}
+
+
+def test_every_order_comes_up(pair: tuple[Beam, Drafter], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = spied(monkeypatch, lambda number: None)
+    bench(*pair, [PROMPT, [50]], max_new_tokens=TOKENS, rounds=5)
+    orders = {tuple(seen[i : i + 3]) for i in range(0, len(seen), 3)}
+    assert len(orders) == 6
 
 
 def test_prompts_are_taken_together_and_fill_up(pair: tuple[Beam, Drafter]) -> None:
@@ -116,6 +134,7 @@ def test_prompts_are_taken_together_and_fill_up(pair: tuple[Beam, Drafter]) -> N
     assert (result.pairs, result.compared, result.identical) == (2, 3, 3)
     assert result.acceptance.requests == 4, "the first prompt again beside the third"
     assert result.fixed.tokens == 4 * (TOKENS - 1 - (RUNS[0] + 1))
+    assert result.none.tokens == 4 * (TOKENS - 2)
 
 
 def test_an_output_that_differs_is_named(
@@ -131,7 +150,7 @@ def test_an_output_that_differs_is_named(
     (found,) = result.differences
     ids = cycle_ids()
     # The drafter knows the cycle up to its end, then proposes the third token for the first.
-    assert (found.prompt, found.index) == (0, 5)
+    assert (found.prompt, found.way, found.index) == (0, "fixed", 5)
     assert (found.plain, found.speculative) == (written(6)[5], ids[2])
     # A one-hot stream of 64 dimensions is normed to 8 but for the norm's epsilon, the head's weight
     # is 3, the cap 30, and every other logit 0.
@@ -149,7 +168,7 @@ def interrupt_at(number: int) -> Callable[[int], None]:
 def test_ctrl_c_keeps_the_pairs_that_are_whole(
     pair: tuple[Beam, Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spied(monkeypatch, interrupt_at(3))
+    spied(monkeypatch, interrupt_at(5))
     result = bench(*pair, [PROMPT, [50]], max_new_tokens=TOKENS, rounds=1)
     assert (result.interrupted, result.pairs, result.compared) == (True, 1, 1)
     assert (result.target_ms, result.draft_ms) == ({}, None)
@@ -159,7 +178,7 @@ def test_ctrl_c_keeps_the_pairs_that_are_whole(
 def test_ctrl_c_before_the_first_pair_has_nothing_to_say(
     pair: tuple[Beam, Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spied(monkeypatch, interrupt_at(1))
+    spied(monkeypatch, interrupt_at(2))
     with pytest.raises(KeyboardInterrupt):
         bench(*pair, [PROMPT, [50]], max_new_tokens=TOKENS, rounds=1)
 

@@ -13,8 +13,10 @@ import torch
 from spec.planted import small_drafter, small_target
 from workbench.errors import DraftError
 from workbench.model.beam import Beam
+from workbench.model.sampling import Sampling
 from workbench.spec import profile as profile_module
 from workbench.spec.drafter import Drafter
+from workbench.spec.loop import Decoding
 from workbench.spec.profile import profile
 
 
@@ -34,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_every_size_is_timed_by_its_own_pass(
+def test_every_size_is_timed_by_steps_of_its_own(
     target: Beam, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = target.logits
@@ -54,14 +56,41 @@ def test_every_size_is_timed_by_its_own_pass(
     sizes = [1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
     assert [n for n, _ in table.verify] == sizes
     assert [n for n, _ in table.draft] == [1, 2, 4]
-    assert {n: seen.count(n) for n in set(seen)} == dict.fromkeys(sizes, 3)
+    # Each three times; the most rows of one and of two sequences are for the draft curve. A run's
+    # first logits are its prompts', one row each.
+    steps = dict.fromkeys(sizes, 3) | {5: 3, 10: 6}
+    prefills = {n: seen.count(n) - steps[n] for n in set(seen)}
+    assert all(count >= 0 for count in prefills.values())
+    assert {n for n, count in prefills.items() if count} <= {1, 2, 4}
     for n, milliseconds in table.verify:
         assert milliseconds >= 4 * n
-    assert table.draft_ms(4) < 16
-    assert told[-1] == (42, 42)
-    assert [at for at, _ in told] == list(range(1, 43))
+    assert table.draft_ms(4) < 16, "the target is no part of it"
+    of = 2 * 3 + 2 * 3 + 9 * 3
+    assert told == [(at, of) for at in range(1, of + 1)]
     assert "measured here" in table.label
-    assert "up to 4 sequences, context 20" in table.label
+    assert "up to 4 sequences, context 20, temperature 0" in table.label
+
+
+def test_the_rest_of_a_step_is_in_the_draft_curve(
+    target: Beam, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Decoding._give
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.01)  # for each sequence
+        return real(*args)
+
+    monkeypatch.setattr(Decoding, "_give", slow)
+    table = profile(target, drafter, requests=2, context=20, rounds=1, keep=False)
+    assert table.draft_ms(2) >= 20 > 12 >= table.verify_ms(2)
+
+
+def test_a_temperature_is_a_table_of_its_own(target: Beam, drafter: Drafter, cache: Path) -> None:
+    asked: dict[str, Any] = {"requests": 1, "context": 20, "rounds": 1}
+    for heat, seed in ((0.0, 0), (1.0, 0), (1.0, 5)):
+        table = profile(target, drafter, **asked, sampling=Sampling(temperature=heat, seed=seed))
+    assert "temperature 1" in table.label
+    assert len(list(cache.iterdir())) == 2, "a seed changes no time"
 
 
 @pytest.mark.parametrize(

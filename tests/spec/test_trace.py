@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import fields, replace
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec.planted import small_drafter, small_target
 from workbench.errors import TraceError, WorkbenchError
 from workbench.model.sampling import Sampling
-from workbench.spec import trace_lines, trace_writer
+from workbench.spec import loop, trace_lines, trace_writer
+from workbench.spec.adaptive import Adaptive
+from workbench.spec.cost_table import CostTable
+from workbench.spec.decode import decode
 from workbench.spec.positions import Position, at_every_position, replay_full, replayed
 from workbench.spec.step import RequestStep, Step
 from workbench.spec.trace import Trace, TraceWriter, header
@@ -282,6 +288,77 @@ def test_what_json_cannot_say_is_refused_and_the_file_goes_on(tmp_path: Path) ->
     with pytest.raises(TraceError, match="header of a trace cannot be written"):
         TraceWriter(tmp_path / "u", HEAD | {"prompts": {1, 2}})
     assert not (tmp_path / "u").exists()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, NaN being itself, through all that a step holds."""
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Step | RequestStep):
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+def test_scores_that_are_no_numbers_are_kept_as_they_are(tmp_path: Path) -> None:
+    odd = replace(
+        STEPS[1].requests[0],
+        confidences=(nan, 0.5, 1e308),
+        expected=(1e308, 1e308, -1e308),  # their sum passes through infinity
+        stale=(1.0, inf, -inf),
+        unary=((1.5, -inf), (2.5, -1.0), (nan, 0.25)),
+        scores=((inf, 1.0), (nan, nan), (0.5, 0.1)),
+    )
+    step = replace(STEPS[1], policy="own", objective=(nan, 1.0, inf), requests=(odd,))
+    data = written(tmp_path / "t", (STEPS[0], step, STEPS[1]))
+    line = json.loads(data.splitlines()[2], parse_constant=pytest.fail)  # JSON, to the letter
+    assert line["objective"] == ["nan", 1.0, "inf"]
+    assert line["requests"][0]["stale"] == [1.0, "inf", "-inf"]
+    assert line["requests"][0]["unary"][0] == [1.5, "-inf"]
+    trace = Trace.read(tmp_path / "t")
+    assert trace.skipped == 0
+    assert trace.steps[::2] == STEPS
+    assert same(trace.steps[1], step)
+    assert not same(trace.steps[1], STEPS[1])
+    assert same(Step.from_dict(step.to_dict()), step)
+
+
+@pytest.mark.parametrize("word", ["NaN", "infinity", "1", "", "nan "])
+def test_only_the_words_for_numbers_are_numbers(word: str) -> None:
+    data = STEPS[1].to_dict()
+    data["requests"][0]["confidences"] = [0.5, word, 0.5]
+    with pytest.raises(TraceError, match="no numbers"):
+        Step.from_dict(data)
+    with pytest.raises(TraceError, match="negative count or time"):
+        Step.from_dict(STEPS[1].to_dict() | {"seconds": "nan"})
+
+
+def test_a_run_of_a_drafter_that_gives_nan_is_traced_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is the target's whatever is drafted, so the run goes on, and so does the trace."""
+    usual, calls = loop.propose, []
+
+    def propose(*given: Any, **more: Any) -> Any:
+        made = usual(*given, **more)
+        calls.append(1)
+        return replace(made, scores=made.scores * nan) if len(calls) % 2 else made
+
+    monkeypatch.setattr(loop, "propose", propose)
+    target = small_target(tmp_path / "target")
+    costs = CostTable(draft=((1, 0.1), (8, 0.2)), verify=((1, 1.0), (8, 4.0)))
+    run = decode(
+        target, small_drafter(target), [[1, 2, 3]], max_new_tokens=12, detail=True,
+        policy=Adaptive(costs),
+    )  # fmt: skip
+    steps = tuple(run)
+    written(tmp_path / "t", steps)
+    trace = Trace.read(tmp_path / "t")
+    assert trace.skipped == 0
+    assert all(same(a, b) for a, b in zip(trace.steps, steps, strict=True))
+    said = [x for step in steps for part in step.requests for x in part.expected]
+    assert any(map(isnan, said))
+    assert not all(map(isnan, said))
+    assert any("NaN" in step.reason or "nan" in step.reason for step in steps)
 
 
 def partly(monkeypatch: pytest.MonkeyPatch, error: BaseException, after: int) -> None:

@@ -156,6 +156,28 @@ def test_written_marks_every_token_by_its_kind(tokenizer: Tokenizer) -> None:
                     "bonus (1)": [0, 0, 0, 1]}  # fmt: skip
 
 
+def test_a_plain_token_says_whether_drafts_were_trimmed_or_none_made(tokenizer: Tokenizer) -> None:
+    given: dict[str, Any] = {"request": 0, "token_ids": (400,), "kinds": ("plain",)}
+    trimmed = [
+        one(RequestStep(position=9, drafted=(401, 402, 403), **given), 0),
+        one(RequestStep(position=10, drafted=(401,), **given), 1),
+    ]
+    bare = [one(RequestStep(position=11, **given), 2)]
+    view = views.written_with_drafts([*trimmed, *bare], tokenizer)
+    assert re.findall(r'title="([^"]+)"', view.html or "") == [
+        "step 0, plain, 3 drafts trimmed",
+        "step 1, plain, 1 draft trimmed",
+        "step 2, plain, nothing drafted",
+    ]
+    assert view.text.endswith("3 tokens: 3 plain; 4 drafts trimmed, none verified")
+    assert "plain, no draft verified: 3" in plain(view.html or "")
+    assert views.written_with_drafts(bare, tokenizer).text.endswith("1 plain; nothing was drafted")
+    hovers = named(views.block_strip([*trimmed, *bare], tokenizer))["plain (3)"].hovertext
+    assert [hover.partition("</b><br>")[2] for hover in hovers] == [
+        "plain, 3 drafts trimmed", "plain, 1 draft trimmed", "plain, nothing drafted",
+    ]  # fmt: skip
+
+
 def test_written_shows_tokens_without_text_of_their_own(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("é\n\n    x\n", bos=False)
     ids = [*ids, tokenizer.markers["<|end|>"]]

@@ -35,6 +35,8 @@ DAMPING = 50.0  # so many observations move a coefficient by half a Newton step
 MOST_LOG_ODDS = 40.0
 
 _HISTORY = 10_000  # refits kept, a million steps
+# Steps whose verdicts wait to be added up together: a sum costs many calls and few numbers.
+_WAITING = 20
 _F32 = np.float32
 
 
@@ -74,13 +76,16 @@ def log_odds(scores: ArrayLike, temperature: ArrayLike) -> Array:
             "features need scores [requests, slots, candidates] and a temperature each, "
             f"not shapes {list(z.shape)} and {list(heat.shape)}"
         )
-    heat = np.where(heat > 0, heat, _F32(1)).reshape(-1, 1, 1)
-    # Subtracting 1 cancels where one candidate has nearly everything; the engine does it so, too.
     with np.errstate(divide="ignore", invalid="ignore"):
-        z = z / heat
+        if heat.ndim:
+            z = z / np.where(heat > 0, heat, _F32(1)).astype(_F32).reshape(-1, 1, 1)
+        elif heat > 0 and heat != 1:
+            z = z / heat
+        # Subtracting 1 cancels where one candidate has nearly everything; the engine does it so,
+        # too. No difference is below 0: the largest candidate alone is 1.
         others = np.exp(z - z.max(-1, keepdims=True)).sum(-1) - _F32(1)
-        feature = -np.log(np.maximum(others, _F32(0)))
-        return np.clip(feature, _F32(-MOST_LOG_ODDS), _F32(MOST_LOG_ODDS))
+        feature = -np.log(others)
+        return np.minimum(np.maximum(feature, _F32(-MOST_LOG_ODDS)), _F32(MOST_LOG_ODDS))
 
 
 class Estimator:
@@ -95,10 +100,6 @@ class Estimator:
         slope: float32.
         intercepts: float32 ``[K]``.
         steps: calls of :meth:`observe`.
-        information: float32 ``[K, 3]``, since the last refit and by slot: the sums of w f², w f and
-            w, for w = p(1 - p).
-        gradient: float32 ``[K, 2]``, the sums of e f and e, for e = label - p.
-        counts: float32 ``[K]``, observations.
         history: coefficients at the start and after each refit, the last 10,000 of them.
     """
 
@@ -116,6 +117,25 @@ class Estimator:
         self.steps = 0
         self._clear()
         self.history: deque[Coefficients] = deque([self.coefficients()], _HISTORY)
+
+    @property
+    def information(self) -> Array:
+        """Since the last refit and by slot: sums of w f², w f and w, for w = p(1 - p); float32
+        ``[K, 3]``."""
+        self._add_up()
+        return self._information
+
+    @property
+    def gradient(self) -> Array:
+        """The sums of e f and e, for e = label - p; float32 ``[K, 2]``."""
+        self._add_up()
+        return self._gradient
+
+    @property
+    def counts(self) -> Array:
+        """Observations; float32 ``[K]``."""
+        self._add_up()
+        return self._counts
 
     def coefficients(self) -> Coefficients:
         """The coefficients as they are."""
@@ -141,8 +161,10 @@ class Estimator:
         """
         f = np.asarray(features, _F32)
         self._fits(f, "features")
+        odds = f * -self.slope
+        odds -= self.intercepts
         with np.errstate(over="ignore"):  # exp of a large number is inf, and the result 0
-            return _F32(1) / (_F32(1) + np.exp(-(self.slope * f + self.intercepts)))
+            return _F32(1) / (_F32(1) + np.exp(odds, out=odds))
 
     def observe(
         self, predicted: ArrayLike, features: ArrayLike, accepted: ArrayLike, admitted: ArrayLike
@@ -174,17 +196,17 @@ class Estimator:
             raise DraftError(
                 f"verdicts must be 0 <= accepted <= admitted <= {self.slots} for every request"
             )
-        if a.size:
-            k = np.arange(self.slots)
-            observed = (k <= a[:, None]) & (k < m[:, None])
-            w = np.where(observed, p * (_F32(1) - p), _F32(0))
-            e = np.where(observed, (k < a[:, None]) - p, _F32(0)).astype(_F32)
-            # An unobserved slot's feature may be anything, and 0 x inf is NaN.
-            f = np.where(observed, f, _F32(0))
-            # Added up in float64 and rounded once: within a rounding of any order of adding.
-            self.information += _total(w * f * f, w * f, w)
-            self.gradient += _total(e * f, e)
-            self.counts += observed.sum(0).astype(_F32)
+        return self.take(p.copy(), f.copy(), a, m)
+
+    def take(
+        self, predicted: Array, features: Array, accepted: ArrayLike, admitted: ArrayLike
+    ) -> bool:
+        """:meth:`observe` without its checks, and the arrays are kept: for the decode loop, whose
+        verdicts are right and whose time it is."""
+        if len(predicted):
+            self._waiting.append((predicted, features, accepted, admitted))
+            if len(self._waiting) == _WAITING:
+                self._add_up()
         self.steps += 1
         if self.steps % REFIT_STEPS:
             return False
@@ -216,9 +238,10 @@ class Estimator:
             made = cls(state["slots"])
             made.steps = int(state["steps"])
             made.slope = _F32(state["slope"])
-            for name in ("intercepts", "information", "gradient", "counts"):
+            made.intercepts = np.array(state["intercepts"], _F32).reshape(made.intercepts.shape)
+            for name in ("information", "gradient", "counts"):
                 values = np.array(state[name], _F32).reshape(getattr(made, name).shape)
-                setattr(made, name, values)
+                setattr(made, f"_{name}", values)
             made.history = deque(
                 (
                     Coefficients(step=int(n), slope=float(w), intercepts=tuple(map(float, b)))
@@ -236,6 +259,23 @@ class Estimator:
         if made.steps < 0 or not known or made.slope < 0:
             raise DraftError("an estimator's state has coefficients that are no numbers")
         return made
+
+    def _add_up(self) -> None:
+        """Add the verdicts that wait to the sums."""
+        if not self._waiting:
+            return
+        p, f, a, m = (np.concatenate(column) for column in zip(*self._waiting, strict=True))
+        self._waiting.clear()
+        k = np.arange(self.slots)
+        observed = (k <= a[:, None]) & (k < m[:, None])
+        w = np.where(observed, p * (_F32(1) - p), _F32(0))
+        e = np.where(observed, (k < a[:, None]) - p, _F32(0)).astype(_F32)
+        # An unobserved slot's feature may be anything, and 0 x inf is NaN.
+        f = np.where(observed, f, _F32(0))
+        # Added up in float64 and rounded once: within a rounding of any order of adding.
+        self._information += _total(w * f * f, w * f, w)
+        self._gradient += _total(e * f, e)
+        self._counts += observed.sum(0).astype(_F32)
 
     def _refit(self) -> None:
         """One Newton step on the round's sums; the system is an arrowhead: a slope, K intercepts.
@@ -259,9 +299,10 @@ class Estimator:
         self._clear()
 
     def _clear(self) -> None:
-        self.information: Array = np.zeros((self.slots, 3), _F32)
-        self.gradient: Array = np.zeros((self.slots, 2), _F32)
-        self.counts: Array = np.zeros(self.slots, _F32)
+        self._waiting: list[tuple[Array, Array, ArrayLike, ArrayLike]] = []
+        self._information: Array = np.zeros((self.slots, 3), _F32)
+        self._gradient: Array = np.zeros((self.slots, 2), _F32)
+        self._counts: Array = np.zeros(self.slots, _F32)
 
     def _fits(self, values: Array, name: str) -> None:
         if values.ndim != 2 or values.shape[1] != self.slots:

@@ -1,20 +1,19 @@
-"""What drafting gains here: plain and speculative decoding in turns, and what their parts cost.
+"""What drafting gains here: ways of decoding in turns, and what their parts cost.
 
-Every prompt is decoded greedily without the drafter and with it, one right after the other, the
-order alternating; the speed-up is the median over these pairs of tokens/s with the drafter over
-tokens/s without, so a machine whose speed drifts slows both sides. Speeds are of decode steps
-alone: the prefill and each run's first decode step are not timed. Then the two costs that decide
-about drafting are measured in turns behind one fixed context: the target's pass by rows, and a
-draft.
+Every prompt is decoded greedily without the drafter (``none``), verifying all drafts (``fixed``)
+and verifying those that pay (``adaptive``), one right after the other, the order changing; a gain
+is the median over these turns of tokens/s over tokens/s, so a machine whose speed drifts slows all
+sides. Speeds are of decode steps alone: the prefill and each run's first decode step are not timed.
+Then the two costs that decide about drafting are measured in turns behind one fixed context: the
+target's pass by rows, and a draft.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,19 +21,22 @@ import torch
 from workbench.errors import DraftError
 from workbench.hardware import cpu_name, versions
 from workbench.model.beam import Beam
-from workbench.model.generate import Generation
+from workbench.spec.bench_runs import (
+    LEAST_NEW_TOKENS,
+    WARM_SECONDS,
+    Difference,
+    Outcome,
+    Progress,
+    Turns,
+)
 from workbench.spec.costs import ROWS, costs
-from workbench.spec.decode import decode
 from workbench.spec.drafter import Drafter
-from workbench.spec.metrics import Acceptance, Tally, repeated
+from workbench.spec.metrics import Acceptance, repeated
+from workbench.spec.profile import MOST_REQUESTS
 from workbench.spec.rates import over
 
-Progress = Callable[[int, int, str], None]  # done, of how many, what is next
-LEAST_NEW_TOKENS = 16  # fewer are a few steps, which time nothing
 CONTEXT = 256  # tokens behind which costs are measured
 COST_ROUNDS = 40
-WARM_SECONDS = 0.5  # of calls before the first timed one: caches, allocator, clock frequency
-_MOST_CONCURRENCY = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,37 +65,24 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """Where the two greedy outputs of a prompt first differ.
-
-    ``index`` counts new tokens from 0; ``margin`` is the distance of the target's two highest
-    logits there, recomputed without a cache: a rounding error decides where it is tiny.
-    """
-
-    prompt: int
-    index: int
-    plain: int | None
-    speculative: int | None
-    margin: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """The values by name, for JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeBench:
     """What :func:`bench` measured.
 
     Attributes:
-        speedup, speedup_low, speedup_high: median, 10th and 90th percentile over the pairs.
-        none, fixed: without the drafter, and with a fixed number of drafts a step.
-        acceptance: of all speculative runs.
+        pairs: turns that are whole; each decoded the same prompts in all three ways.
+        speedup, speedup_low, speedup_high: of ``fixed`` over ``none``: median, 10th and 90th
+            percentile over the turns.
+        adaptive_gain, adaptive_gain_low, adaptive_gain_high: the same of ``adaptive`` over
+            ``fixed``.
+        none, fixed, adaptive: without the drafter, verifying all drafts, verifying those that pay.
+        acceptance, adaptive_acceptance: of all runs of ``fixed``, of ``adaptive``.
+        decide_share: of the time of adaptive's steps, deciding and learning.
+        cost_table: where the times are from that adaptive decides by.
         target_ms: milliseconds of a target pass with its logits, by rows of each sequence.
         draft_ms: milliseconds of a draft: block pass, selector, walk, and the context K/V of the
             rows that a step keeps.
         context: tokens behind which these two were measured.
-        compared, identical, differences: prompts, and how the two outputs of each agree.
+        compared, identical, differences: prompts, and how the outputs of each agree.
         repeated_share: of the plain outputs, tokens inside repeated 8-grams: small models loop, and
             drafts of a loop are easily right.
         interrupted: Ctrl-C ended it; the costs may then be missing (empty, None).
@@ -113,9 +102,16 @@ class SpeculativeBench:
     speedup: float
     speedup_low: float
     speedup_high: float
+    adaptive_gain: float
+    adaptive_gain_low: float
+    adaptive_gain_high: float
     none: Policy
     fixed: Policy
+    adaptive: Policy
     acceptance: Acceptance
+    adaptive_acceptance: Acceptance
+    decide_share: float
+    cost_table: str
     target_ms: dict[int, float]
     draft_ms: float | None
     context: int
@@ -130,11 +126,19 @@ class SpeculativeBench:
 
     def to_dict(self) -> dict[str, Any]:
         """The values by name, for JSON: policies under their names, rows as text."""
-        own = ("none", "fixed", "acceptance", "target_ms", "differences")
+        own = (
+            "none", "fixed", "adaptive", "acceptance", "adaptive_acceptance", "target_ms",
+            "differences",
+        )  # fmt: skip
         values = {name: getattr(self, name) for name in self.__slots__ if name not in own}
         return values | {
-            "policies": {"none": self.none.to_dict(), "fixed": self.fixed.to_dict()},
+            "policies": {
+                "none": self.none.to_dict(),
+                "fixed": self.fixed.to_dict(),
+                "adaptive": self.adaptive.to_dict(),
+            },
             "acceptance_length": self.acceptance.length_pooled,
+            "adaptive_acceptance_length": self.adaptive_acceptance.length_pooled,
             "per_position_acceptance": list(self.acceptance.survival),
             "acceptance": self.acceptance.to_dict(),
             "target_ms": {str(rows): ms for rows, ms in self.target_ms.items()},
@@ -154,17 +158,21 @@ def bench(
     concurrency: int = 1,
     progress: Progress | None = None,
 ) -> SpeculativeBench:
-    """Measure; Ctrl-C ends it with the pairs that are whole, if there is one.
+    """Measure; Ctrl-C ends it with the turns that are whole, if there is one.
+
+    Adaptive verification decides by this machine's cost table for so many sequences
+    (:func:`workbench.spec.profile.profile`: measured first, or kept from before), and its estimator
+    learns from turn to turn.
 
     Args:
         beam, drafter: the target, and a drafter of it.
         prompts: token ids of each prompt.
         speculative_tokens: drafts a step; as many as the drafter was trained with when None.
         max_new_tokens: most new tokens of each prompt; an end-of-sequence token ends it before.
-        rounds: how often each prompt is decoded both ways.
+        rounds: how often each prompt is decoded in all three ways.
         concurrency: sequences decoded together; prompts are taken so many at a time, and from the
             first again where they do not suffice.
-        progress: told before each pair.
+        progress: told before the cost table is measured and before each turn.
 
     Raises:
         PromptError, DraftError: a prompt or a setting that cannot be used, or nothing long enough
@@ -172,15 +180,16 @@ def bench(
     """
     _check("max_new_tokens", max_new_tokens, LEAST_NEW_TOKENS, None)
     _check("rounds", rounds, 1, None)
-    _check("concurrency", concurrency, 1, _MOST_CONCURRENCY)
-    run = _Pairs(beam, drafter, prompts, speculative_tokens, max_new_tokens, concurrency)
-    context = min(CONTEXT, beam.config.max_position_embeddings - max(*ROWS, run.drafts + 1))
+    _check("concurrency", concurrency, 1, MOST_REQUESTS)
+    run = Turns(beam, drafter, prompts, speculative_tokens, max_new_tokens, concurrency)
+    room = min(beam.config.max_position_embeddings, drafter.limit)
+    context = min(CONTEXT, room - max(*ROWS, run.drafts + 1) - 1)
     target_ms: dict[int, float] = {}
     draft_ms: float | None = None
     interrupted = False
     try:
-        run.go(rounds, progress)
-        kept = round(run.acceptance().length_pooled or 1)
+        run.go(rounds, context, WARM_SECONDS, progress)
+        kept = round(run.acceptance("fixed").length_pooled or 1)
         target_ms, draft_ms = costs(
             beam,
             drafter,
@@ -200,8 +209,11 @@ def bench(
         raise DraftError(
             "no prompt went on long enough to be timed; give others, or a larger max_new_tokens"
         )
-    ratios = [pair.speculative.speed / pair.plain.speed for pair in run.timed]
+    ratios = [turn["fixed"].speed / turn["none"].speed for turn in run.timed]
     low, high = _spread(ratios)
+    gains = [turn["adaptive"].speed / turn["fixed"].speed for turn in run.timed]
+    gain_low, gain_high = _spread(gains)
+    adaptive = [turn["adaptive"] for turn in run.timed]
     differences = run.differences()
     outputs = run.outputs()
     gpu = beam.device.type == "cuda"
@@ -220,9 +232,16 @@ def bench(
         speedup=statistics.median(ratios),
         speedup_low=low,
         speedup_high=high,
-        none=_policy([pair.plain for pair in run.timed]),
-        fixed=_policy([pair.speculative for pair in run.timed]),
-        acceptance=run.acceptance(),
+        adaptive_gain=statistics.median(gains),
+        adaptive_gain_low=gain_low,
+        adaptive_gain_high=gain_high,
+        none=_policy([turn["none"] for turn in run.timed]),
+        fixed=_policy([turn["fixed"] for turn in run.timed]),
+        adaptive=_policy(adaptive),
+        acceptance=run.acceptance("fixed"),
+        adaptive_acceptance=run.acceptance("adaptive"),
+        decide_share=sum(o.deciding for o in adaptive) / sum(o.seconds for o in adaptive),
+        cost_table=run.table.label if run.table is not None else "",
         target_ms=target_ms,
         draft_ms=draft_ms,
         context=context,
@@ -246,33 +265,7 @@ def _check(name: str, value: object, least: int, most: int | None) -> None:
         raise DraftError(f"{name} must be a whole number {upto}, not {value!r:.60}")
 
 
-# -- pairs ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """One run; ``tokens`` and ``seconds`` are those of its timed decode steps."""
-
-    tokens: int
-    seconds: float
-    generations: list[Generation]
-    tally: Tally
-
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pair:
-    """A group of prompts decoded both ways."""
-
-    group: tuple[int, ...]
-    plain: _Outcome
-    speculative: _Outcome
-
-
-def _policy(runs: Sequence[_Outcome]) -> Policy:
+def _policy(runs: Sequence[Outcome]) -> Policy:
     speeds = [run.speed for run in runs]
     # Of each request: seconds a token.
     tpots = [g.seconds / g.timed_tokens for run in runs for g in run.generations if g.timed_tokens]
@@ -287,131 +280,6 @@ def _policy(runs: Sequence[_Outcome]) -> Policy:
         tokens=sum(run.tokens for run in runs),
         seconds=sum(run.seconds for run in runs),
     )
-
-
-class _Pairs:
-    """Prompts decoded both ways, group by group."""
-
-    def __init__(
-        self,
-        beam: Beam,
-        drafter: Drafter,
-        prompts: Sequence[Sequence[int]],
-        speculative_tokens: int | None,
-        most: int,
-        concurrency: int,
-    ) -> None:
-        self.beam, self.drafter, self.most = beam, drafter, most
-        self.prompts = [list(prompt) for prompt in prompts]
-        # Made, and not run: whatever cannot be used is refused here.
-        asked = decode(
-            beam,
-            drafter,
-            self.prompts,
-            max_new_tokens=most,
-            speculative_tokens=speculative_tokens,
-            slots=1,
-        )
-        self.drafts = asked.settings.speculative_tokens
-        asked.close()
-        count = len(self.prompts)
-        self.groups = [
-            tuple((first + i) % count for i in range(concurrency))
-            for first in range(0, count, concurrency)
-        ]
-        self.pairs: list[_Pair] = []
-
-    @property
-    def timed(self) -> list[_Pair]:
-        """The pairs whose both runs went on long enough."""
-        return [p for p in self.pairs if p.plain.seconds > 0 and p.speculative.seconds > 0]
-
-    def go(self, rounds: int, progress: Progress | None) -> None:
-        """Decode; a pair is kept once both of its runs are through."""
-        of = rounds * len(self.groups) + 1
-
-        def tell(label: str) -> None:
-            if progress is not None:
-                progress(len(self.pairs), of, label)
-
-        tell("warming up")
-        began = perf_counter()
-        while perf_counter() - began < WARM_SECONDS:
-            for drafter in (None, self.drafter):
-                self._decode(self.groups[0], drafter, LEAST_NEW_TOKENS)
-        for number in range(rounds):
-            for index, group in enumerate(self.groups):
-                tell(f"prompt {group[0]}, round {number + 1}")
-                drafters = [None, self.drafter]
-                if (number + index) % 2:
-                    drafters.reverse()
-                outcomes = [self._decode(group, drafter, self.most) for drafter in drafters]
-                if (number + index) % 2:
-                    outcomes.reverse()
-                self.pairs.append(_Pair(group=group, plain=outcomes[0], speculative=outcomes[1]))
-        tell("target and drafter alone")
-
-    def acceptance(self) -> Acceptance:
-        """Of the timed pairs."""
-        tally = Tally(self.drafts)
-        for pair in self.timed:
-            tally.merge(pair.speculative.tally)
-        return tally.acceptance()
-
-    def outputs(self) -> dict[int, tuple[int, ...]]:
-        """What each prompt gives without the drafter."""
-        return {
-            prompt: generation.token_ids
-            for pair in self.pairs
-            for prompt, generation in zip(pair.group, pair.plain.generations, strict=True)
-        }
-
-    def differences(self) -> tuple[Difference, ...]:
-        """The first difference of each prompt whose outputs are not the same."""
-        found: dict[int, Difference] = {}
-        for pair in self.pairs:
-            both = zip(pair.plain.generations, pair.speculative.generations, strict=True)
-            for prompt, (a, b) in zip(pair.group, both, strict=True):
-                if prompt not in found and a.token_ids != b.token_ids:
-                    found[prompt] = self._difference(prompt, a.token_ids, b.token_ids)
-        return tuple(found[prompt] for prompt in sorted(found))
-
-    def _difference(self, prompt: int, a: tuple[int, ...], b: tuple[int, ...]) -> Difference:
-        shorter = min(len(a), len(b))
-        at = next((i for i in range(shorter) if a[i] != b[i]), shorter)
-        return Difference(
-            prompt=prompt,
-            index=at,
-            plain=a[at] if at < len(a) else None,
-            speculative=b[at] if at < len(b) else None,
-            margin=_margin(self.beam, [*self.prompts[prompt], *a[:at]]),
-        )
-
-    def _decode(self, group: tuple[int, ...], drafter: Drafter | None, most: int) -> _Outcome:
-        decoding = decode(
-            self.beam,
-            drafter,
-            [self.prompts[p] for p in group],
-            max_new_tokens=most,
-            speculative_tokens=None if drafter is None else self.drafts,
-            slots=len(group),
-        )
-        tally, tokens, seconds = Tally(self.drafts), 0, 0.0
-        for step in decoding:
-            tally.add(step)
-            if step.phase == "decode" and decoding.steps > 1:
-                tokens += step.tokens
-                seconds += step.seconds
-        generations = [decoding.generations[r] for r in range(len(group))]
-        return _Outcome(tokens=tokens, seconds=seconds, generations=generations, tally=tally)
-
-
-@torch.inference_mode()
-def _margin(beam: Beam, ids: list[int]) -> float:
-    """Distance of the two highest logits behind ``ids``."""
-    logits = beam.sequence_logits(torch.tensor(ids, device=beam.device))[-1]
-    first, second = logits.topk(2).values.tolist()
-    return float(first - second)
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:

@@ -121,6 +121,19 @@ class CostTable:
         """
         return self._ms(1, rows)
 
+    def verify_span(self, first: int, count: int) -> NDArray[np.float64]:
+        """:meth:`verify_ms` of ``first``, ``first + 1`` and so on, ``count`` of them; read only.
+
+        Raises:
+            DraftError: ``first`` is below 0.
+        """
+        end = first + count
+        if first < 0 or end > _LISTED:
+            return self.verify_ms(np.arange(first, end))
+        if end > len(self._listed[1]):
+            self._list(1, end)
+        return self._listed[1][first:end]
+
     def to_dict(self) -> dict[str, Any]:
         """The values by name, for JSON."""
         return {
@@ -150,6 +163,8 @@ class CostTable:
             raise DraftError(f"a cost table cannot be read from {type(data).__name__}") from error
 
     def _ms(self, which: int, sizes: int | NDArray[np.integer[Any]]) -> Any:
+        if type(sizes) is int and 0 <= sizes < len(self._listed[which]):
+            return float(self._listed[which][sizes])
         n = np.asarray(sizes)
         if n.dtype.kind not in "iu" or (n.size and n.min() < 0):
             raise DraftError("a cost table is asked for sizes that are whole numbers from 0 on")
@@ -158,10 +173,15 @@ class CostTable:
             found = self._lookup(which, n)
         else:
             if largest >= len(self._listed[which]):
-                every = np.arange(1 << (largest + 1).bit_length())
-                self._listed[which] = self._lookup(which, every)
+                self._list(which, largest + 1)
             found = self._listed[which][n]
         return float(found) if n.ndim == 0 else found
+
+    def _list(self, which: int, sizes: int) -> None:
+        """Look up every size below ``sizes``, and as many more, once."""
+        listed = self._lookup(which, np.arange(1 << sizes.bit_length()))
+        listed.flags.writeable = False
+        self._listed[which] = listed
 
     def _lookup(self, which: int, n: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
         sizes, ms = self._points[which]

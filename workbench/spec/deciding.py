@@ -57,7 +57,10 @@ class Decider:
             )
         self.policy = policy
         self.estimator = Estimator(slots) if estimator is None else estimator
-        self._last: dict[int, Floats] = {}  # confidences of each request's drafts before these
+        self._of: list[int] = []  # the requests of the step before, and their drafts' confidences
+        self._last: Floats = np.empty((0, slots))
+        self._ones: Ints = np.ones(0, np.int64)
+        self._yes = np.ones(0, np.bool_)
         self._asked: tuple[Array, Array] | None = None  # predictions and features, until judged
 
     @property
@@ -82,23 +85,29 @@ class Decider:
         features = self.estimator.features(scores, temperature)
         predicted = self.estimator.predict(features)
         live = predicted.astype(np.float64)
-        fresh = np.ones(live.shape[1])
-        stale = np.array([self._last.get(request, fresh) for request in requests])
-        ones: Ints = np.ones(len(requests), np.int64)
+        if self._of == requests:
+            stale = self._last
+        else:
+            before = dict(zip(self._of, self._last, strict=True))
+            fresh = np.ones(live.shape[1])
+            stale = np.array([before.get(request, fresh) for request in requests])
+        if len(self._ones) != len(requests):
+            self._ones = np.ones(len(requests), np.int64)
+            self._yes = np.ones(len(requests), np.bool_)
         situation = Situation(
             drafted=np.array(drafted, np.int64),
-            plain=ones,
-            samples=np.ones(len(requests), np.bool_),
+            plain=self._ones,
+            samples=self._yes,
             stale=stale,
             live=live,
         )
         decision = checked(self.policy, situation)
-        self._last = dict(zip(requests, live, strict=True))
+        self._of, self._last = list(requests), live
         self._asked = predicted, features
         return Decided(decision=decision, stale=stale, live=live)
 
     def learn(self, accepted: Sequence[int], admitted: Sequence[int]) -> None:
         """Take the verdicts on what :meth:`decide` was asked for."""
         if self._asked is not None:
-            self.estimator.observe(*self._asked, np.array(accepted), np.array(admitted))
+            self.estimator.take(*self._asked, accepted, admitted)
             self._asked = None

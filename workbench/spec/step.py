@@ -8,8 +8,9 @@ behind a refused one counts as rejected, too: its verdict no longer mattered, it
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from math import isfinite
+from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from workbench.errors import TraceError
@@ -21,11 +22,17 @@ Kind = Literal["first", "plain", "accepted", "corrected", "bonus"]
 Phase = Literal["prefill", "decode"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _OF_A_POLICY = ("decide_seconds", "policy", "reason", "objective")
+# What a drafter or a policy said may be no finite number, which JSON has no words for.
+_SAID = ("confidences", "expected", "stale", "unary", "scores")
+_SPELLED = {"nan": nan, "inf": inf, "-inf": -inf}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStep:
     """One request in one step.
+
+    What the drafter or an estimator said (confidences, expected, stale, unary, scores) is kept as
+    it was said, also where it is NaN or infinite; counts never are.
 
     Attributes:
         request: its number, kept while the request lives and not used again.
@@ -81,9 +88,14 @@ class RequestStep:
         return self.accepted + 1 - len(self.token_ids)
 
     def to_dict(self) -> dict[str, Any]:
-        """The values by name, for JSON; what is empty or None is left out."""
+        """The values by name, for JSON; what is empty or None is left out.
+
+        A score or confidence that is no finite number is the word ``"nan"``, ``"inf"`` or
+        ``"-inf"``.
+        """
         # Not asdict(), which copies every tuple: a step with detail would cost four times as much.
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {name: _spelled(values[name]) for name in _SAID}
         return {k: v for k, v in values.items() if v is not None and v != ()}
 
     @classmethod
@@ -96,6 +108,7 @@ class RequestStep:
         known = {f.name for f in fields(cls)}
         try:
             values = {k: _tuples(v) for k, v in data.items() if k in known}
+            values |= {k: _read(v) for k, v in values.items() if k in _SAID}
             made = cls(**values)
             _check(made)
         except TraceError:
@@ -146,8 +159,13 @@ class Step:
         return sum(r.admitted for r in self.requests)
 
     def to_dict(self) -> dict[str, Any]:
-        """The values by name, for JSON; what only a policy gives is left out without one."""
+        """The values by name, for JSON; what only a policy gives is left out without one.
+
+        Numbers that are not finite are words, as in :meth:`RequestStep.to_dict`; times stay as they
+        are, and a trace refuses one that is none.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "requests"}
+        values["objective"] = _spelled(values["objective"])
         if not self.policy:
             values = {k: v for k, v in values.items() if k not in _OF_A_POLICY}
         return values | {"requests": [r.to_dict() for r in self.requests]}
@@ -163,6 +181,7 @@ class Step:
         try:
             requests = tuple(RequestStep.from_dict(r) for r in data["requests"])
             values = {k: _tuples(v) for k, v in data.items() if k in known}
+            values |= {k: _read(v) for k, v in values.items() if k == "objective"}
             made = cls(**values, requests=requests)
             counts = all(_is_whole(n) and n >= 0 for n in (made.index, made.rows))
             times = (
@@ -170,7 +189,7 @@ class Step:
             )  # fmt: skip
             words = (made.policy, made.reason)
             if not all(isinstance(word, str) for word in words) or not all(
-                _is_real(x) for x in made.objective
+                _is_number(x) for x in made.objective
             ):
                 raise TraceError("a step has a policy without words, or an objective of no numbers")
             if not counts or not all(_is_real(t) and t >= 0 for t in times):
@@ -186,6 +205,26 @@ class Step:
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+def _spelled(said: Any) -> Any:
+    """Numbers, in a tuple or in rows of a table, with words for those that are not finite."""
+    if isinstance(said, float):
+        return said if isfinite(said) else str(float(said))
+    if not isinstance(said, tuple):
+        return said
+    # A sum is finite only if all its terms are: the usual case, at a small part of the cost.
+    with suppress(TypeError, OverflowError):  # rows of a table have no sum
+        if isfinite(sum(said)):
+            return said
+    return tuple(_spelled(part) for part in said)
+
+
+def _read(said: Any) -> Any:
+    """Back from :func:`_spelled`."""
+    if isinstance(said, tuple):
+        return tuple(_read(part) for part in said)
+    return _SPELLED.get(said, said) if isinstance(said, str) else said
 
 
 def _check(r: RequestStep) -> None:
@@ -209,15 +248,19 @@ def _check(r: RequestStep) -> None:
     tables = [t for t in (r.candidates, r.unary, r.scores) if t != ()]
     if (
         len({len(row) for table in tables for row in table}) > 1
-        or not all(_is_real(x) for x in (*r.confidences, *r.expected, *r.stale))
+        or not all(_is_number(x) for x in (*r.confidences, *r.expected, *r.stale))
         or not all(_is_whole(n) for row in r.candidates for n in row)
-        or not all(_is_real(x) for table in (r.unary, r.scores) for row in table for x in row)
+        or not all(_is_number(x) for table in (r.unary, r.scores) for row in table for x in row)
     ):
         raise TraceError("a request of a step has scores or candidates that are no numbers")
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or _is_real(value)
 
 
 def _is_real(value: object) -> bool:

@@ -26,7 +26,10 @@ def encode(value: Mapping[str, Any], what: str) -> bytes:
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (*BAD,) as error:
-        raise TraceError(f"{what} of a trace cannot be written as JSON ({error})") from error
+        raise TraceError(
+            f"{what} of a trace cannot be written as JSON ({error}), and nothing of it is; give it "
+            "text and finite numbers of Python"
+        ) from error
     line = text.encode("ascii") + b"\n"
     if len(line) > LONGEST:
         raise TraceError(f"{what} of a trace has {len(line):,} bytes; {LONGEST:,} is the most")

@@ -55,8 +55,8 @@ class TraceWriter:
         """Append one step (or position, in that mode).
 
         Raises:
-            TraceError: it has a number that is not finite, or the file cannot be written; what it
-                holds by then stays readable.
+            TraceError: it has a time or a count that is not finite, or the file cannot be written;
+                what it holds by then stays readable. Scores may be what they are.
         """
         wanted = Step if self._mode == "steps" else Position
         if not isinstance(line, wanted):

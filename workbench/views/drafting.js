@@ -21,6 +21,8 @@ function shape(tag, attributes, text = "") {
 // A mark's colour for words: drawn towards the page's own ink, to be read on either theme.
 const ink = (color) => `color-mix(in srgb, ${color} 68%, var(--jp-ui-font-color0, currentcolor))`;
 const percent = (value) => `${Math.round(100 * value)}%`;
+// A score may be no number: JSON has no such thing, so it comes as a word.
+const fixed = (value, digits) => (Number.isFinite(value) ? value.toFixed(digits) : `${value}`);
 
 // -- text -------------------------------------------------------------------------------------
 
@@ -281,15 +283,15 @@ class Blocks {
       const fill = make("span", `fill bw-draft-${name}`);
       fill.style.width = `${100 * Math.max(0, sure)}%`;
       meter.append(fill);
-      const value = make("div", "small", sure < 0 ? "not recorded" : sure.toFixed(2));
+      const value = make("div", "small", sure < 0 ? "not recorded" : fixed(sure, 2));
       column.append(head, token, meter, value);
       for (const [other, unary, score, mark] of block.candidates?.[slot] ?? []) {
         const row = make("div", "candidate" + ["", " bw-draft-taken", " bw-draft-right"][mark]);
         row.append(make("span", "arrow", ["", "▸", "≠"][mark]), make("span", "name", other));
-        row.append(make("span", "score", score.toFixed(1)));
-        const own = unary === null ? "" : `unary logit ${unary.toFixed(1)}, `;
+        row.append(make("span", "score", fixed(score, 1)));
+        const own = unary === null ? "" : `unary logit ${fixed(unary, 1)}, `;
         const why = ["", ", drafted", ", what the target wrote"][mark];
-        row.title = `${other}: ${own}realized score ${score.toFixed(1)}${why}`;
+        row.title = `${other}: ${own}realized score ${fixed(score, 1)}${why}`;
         column.append(row);
       }
       columns.push(column);

@@ -152,7 +152,8 @@ def _tokens(
                 x.append(left + len(part.drafted))
                 y.append(up + 0.5)
                 name = theme.plain(spec_marks.label(tokenizer, part.token_ids[-1], 40))
-                words.append(f"{_where(number)}<b>{name}</b><br>{mark.word}{_end(part)}")
+                said = spec_marks.kind_words(kind, part)
+                words.append(f"{_where(number)}<b>{name}</b><br>{said}{_end(part)}")
         if x:
             fig.add_trace(
                 go.Scatter(

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 
 from workbench.spec.step import Kind, RequestStep, Step
 from workbench.views import theme
+from workbench.views.numbers import plural
 
 Slot = Literal["accepted", "rejected", "trimmed"]
 
@@ -56,7 +57,7 @@ KINDS: Mapping[Kind, Mark] = {
         symbol="triangle-right-open", css=_line("2px dashed", theme.NEUTRAL),
     ),
     "plain": Mark(
-        word="plain, nothing drafted", sign="·", color=theme.NEUTRAL, symbol="circle-open",
+        word="plain, no draft verified", sign="·", color=theme.NEUTRAL, symbol="circle-open",
         css=_line("2px solid", "transparent"),
     ),
     "accepted": Mark(
@@ -78,6 +79,15 @@ SLOTS: Mapping[Slot, Mark] = {
     "rejected": Mark(word="rejected", sign="✗", color=theme.FULL, pattern="/"),
     "trimmed": Mark(word="trimmed, never verified", sign="○", color=theme.NEUTRAL, pattern="."),
 }
+
+
+def kind_words(kind: Kind, part: RequestStep) -> str:
+    """What a token of this kind is, in the step it came from: why a plain one is plain, too."""
+    if kind != "plain" or part.admitted:
+        return KINDS[kind].word
+    if not part.drafted:
+        return "plain, nothing drafted"
+    return f"plain, {plural(part.trimmed, 'draft')} trimmed"
 
 
 def slot_fates(part: RequestStep) -> list[Slot]:

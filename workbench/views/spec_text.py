@@ -74,14 +74,18 @@ def written_with_drafts(
     )
 
 
-def _summary(found: Mapping[int, object], counts: Mapping[Kind, int]) -> str:
+def _summary(
+    found: Mapping[int, Sequence[tuple[int, RequestStep]]], counts: Mapping[Kind, int]
+) -> str:
     total = sum(counts.values())
     if not total:
         return "nothing was written: there is no step among these"
     of = f" of {len(found)} requests" if len(found) > 1 else ""
     each = ", ".join(f"{counts[kind]:,} {kind}" for kind in KINDS if counts.get(kind))
     if not any(counts.get(kind) for kind in ("accepted", "corrected", "bonus")):
-        each += "; nothing was drafted"
+        trimmed = sum(part.trimmed for line in found.values() for _, part in line)
+        none = f"{plural(trimmed, 'draft')} trimmed, none verified"
+        each += f"; {none if trimmed else 'nothing was drafted'}"
     return f"{plural(total, 'token')}{of}: {each}"
 
 
@@ -132,12 +136,12 @@ def _sign(mark: Mark) -> str:
 
 
 def _hover(number: int, part: RequestStep, place: int, kind: Kind) -> str:
-    words = [f"step {number}", spec_marks.KINDS[kind].word]
+    words = [f"step {number}", spec_marks.kind_words(kind, part)]
     if kind == "accepted":
         words.insert(1, f"slot {place + 1} of {len(part.drafted)}")
         if place < len(part.confidences):
             words.append(f"confidence {part.confidences[place]:.2f}")
-    elif part.drafted:
+    elif part.admitted:
         words.append(f"{part.accepted} of {part.admitted} verified drafts accepted")
     return ", ".join(words)
 
