@@ -20,6 +20,9 @@ NOT_COMPARED = (
     "views.switchboard(",
     "views.swap_comparison(",  # has times
     "views.drafting(",
+    "views.adaptive(",
+    "views.decisions_over_time(",
+    "views.cost_curves(",
     "views.speculative_speed(",
     "views.sweep_figure(",
     "views.kernel_variants(",  # what runs depends on compilers and GPUs

@@ -1,8 +1,8 @@
 """Views: values in, figures out. Every view is a picture, a text and, where it helps, a page.
 
 Each function takes a value that ``workbench.info``, ``workbench.capture`` and their like return,
-and gives a :class:`View`; :func:`live`, :func:`explore` and :func:`drafting` give dashboards bound
-to a model, :func:`switchboard` one that swaps its kernels, :func:`size_memory` and
+and gives a :class:`View`; :func:`live`, :func:`explore`, :func:`drafting` and :func:`adaptive` give
+dashboards bound to a model, :func:`switchboard` one that swaps its kernels, :func:`size_memory` and
 :func:`drafting_replay` such that need no weights. The modules are imported when first used: plotly
 and ipywidgets cost nothing before.
 """
@@ -21,10 +21,14 @@ _PUBLIC = {
     "acceptance_histogram": "spec_curves",
     "acceptance_running": "spec_curves",
     "active_curve": "weights",
+    "adaptive": "adaptive_board",
     "attention_maps": "attention",
     "block_strip": "spec_blocks",
     "compare_runs": "spec_runs",
     "compiled_kernels": "kernel_pages",
+    "concurrency_sweep": "adaptive_sweep",
+    "cost_curves": "adaptive_costs",
+    "decisions_over_time": "adaptive_time",
     "drafting": "drafting_board",
     "drafting_replay": "drafting_trace",
     "experts_touched": "touched",
@@ -42,14 +46,17 @@ _PUBLIC = {
     "layer_strip": "layers",
     "live": "live_tokens",
     "logit_lens": "lens",
+    "objective_curve": "adaptive_objective",
     "parameter_treemap": "parameters",
     "plan_table": "kv_pages",
+    "policy_comparison": "adaptive_policies",
     "position_reach": "positions",
     "rank_contexts": "rank_lengths",
     "rank_kernels": "rank_times",
     "rank_leave_one_out": "rank_decode",
     "rank_waterfall": "rank_decode",
     "reconciliation": "startup",
+    "reliability_diagram": "adaptive_reliability",
     "residual_scale": "residual",
     "router_load": "experts",
     "selector_lengths": "spec_groups",
@@ -57,6 +64,7 @@ _PUBLIC = {
     "speculative_speed": "spec_speed",
     "step_breakdown": "steps",
     "step_comparisons": "model_check",
+    "survival_map": "adaptive_survival",
     "swap_comparison": "kernel_swap",
     "sweep_figure": "spec_speed",
     "switchboard": "kernel_switchboard",
@@ -87,6 +95,14 @@ def __dir__() -> list[str]:
 
 # "as" marks them as public for type checkers.
 if TYPE_CHECKING:
+    from workbench.views.adaptive_board import adaptive as adaptive
+    from workbench.views.adaptive_costs import cost_curves as cost_curves
+    from workbench.views.adaptive_objective import objective_curve as objective_curve
+    from workbench.views.adaptive_policies import policy_comparison as policy_comparison
+    from workbench.views.adaptive_reliability import reliability_diagram as reliability_diagram
+    from workbench.views.adaptive_survival import survival_map as survival_map
+    from workbench.views.adaptive_sweep import concurrency_sweep as concurrency_sweep
+    from workbench.views.adaptive_time import decisions_over_time as decisions_over_time
     from workbench.views.attention import attention_maps as attention_maps
     from workbench.views.drafter_training import training_blocks as training_blocks
     from workbench.views.drafter_training import training_curve as training_curve
