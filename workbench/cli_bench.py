@@ -1,4 +1,4 @@
-"""``workbench bench``: what drafting gains, and one rank's decode step, on this machine."""
+"""``workbench bench``: what drafting gains, and one rank's work, on this machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from workbench.cli_bench_decode import decode
+from workbench.cli_bench_load import verify
+from workbench.cli_bench_prefill import prefill
 from workbench.cli_drafting import DrafterFolder, SpeculativeTokens
 from workbench.cli_options import Device, Json, Model, NewTokens, Precision, answer, load_model
 from workbench.cli_trace import PromptCount, PromptFiles, PromptTexts, PromptTokens
@@ -23,6 +25,8 @@ def _bench() -> None:
 
 
 bench_app.command("decode")(decode)
+bench_app.command("prefill")(prefill)
+bench_app.command("verify")(verify)
 
 
 @bench_app.command("speculative")

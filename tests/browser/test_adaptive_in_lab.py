@@ -13,6 +13,7 @@ pytest.importorskip("jupyterlab")
 playwright = pytest.importorskip("playwright.sync_api")
 
 from browser.lab import CHROMIUM_FLAGS, Lab, Notebook, open_notebook, running_lab  # noqa: E402
+from workbench.views.adaptive_page import _script  # noqa: E402
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
@@ -55,6 +56,32 @@ _CLIPPED = """() => {
         .filter(e => e.getBoundingClientRect().width && e.getBoundingClientRect().right > edge + 1)
         .map(e => `${e.tagName} ${e.textContent.slice(0, 40)}`);
 }"""
+
+# Of the figure of a cell: texts that end beyond it or lie over each other; nothing while it is not
+# drawn. Of axes alone, "0" may touch "0".
+_FIGURE = """index => {
+    const panel = window.jupyterapp.shell.currentWidget.content;
+    const figure = panel.widgets[index].node.querySelector('.js-plotly-plot');
+    if (!figure || !figure.querySelector('svg text')) return null;
+    const edge = figure.getBoundingClientRect();
+    const texts = [...figure.querySelectorAll('svg text')]
+        .filter(e => e.textContent && e.getBoundingClientRect().width)
+        .map(e => [e.textContent.slice(0, 60), e.getBoundingClientRect()]);
+    const wrong = texts
+        .filter(([, r]) => r.right > edge.right + 1 || r.left < edge.left - 1)
+        .map(([words]) => `clipped: ${words}`);
+    texts.forEach(([words, a], n) => texts.slice(n + 1).forEach(([other, b]) => {
+        const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+        const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+        if (wide > 2 && high > 3 && words + other !== '00') wrong.push(`${words} over ${other}`);
+    }));
+    return {width: Math.round(edge.width), wrong};
+}"""
+_FIGURES = """() => window.jupyterapp.shell.currentWidget.content.widgets
+    .map((cell, index) => [cell, index])
+    .filter(([cell]) => cell.model.type === 'code' && cell.model.outputs.toJSON()
+        .some(o => 'application/vnd.plotly.v1+json' in (o.data ?? {})))
+    .map(([, index]) => index)"""
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +226,50 @@ def test_adaptive_verification(lab: Lab, browser: "playwright.Browser", screensh
         )
         page.locator(".bw-draft-button").first.click()
         wait(notebook, "p.status.includes('the kernel has ended')")
+
+
+def test_lines_break_where_another_policy_decided(browser: "playwright.Browser") -> None:
+    def points(*stretches: tuple[str, int]) -> list[list[Any]]:
+        """Of half a second each, and the policy and sequences of each stretch of two."""
+        every = [stretch for stretch in stretches for _ in range(2)]
+        return [[0.5 * (n + 1 - len(every)), 1, 1, 1, 1, *s] for n, s in enumerate(every)]
+
+    script = _script().replace("export default { render: renderAdaptive };", "")
+    page = browser.new_page()
+    read_lines = f"""points => {{ {script}
+        return [runs(points).map(r => [r[0][5], r.length]), changes(points).map(c => c[1])]; }}"""
+    try:
+        turns = points(("adaptive", 4), ("fixed", 4), ("adaptive", 4), ("fixed", 4))
+        assert page.evaluate(read_lines, turns) == [[["adaptive", 4], ["fixed", 4]], []]
+        shortly = points(("adaptive", 4), ("none", 4), ("adaptive", 4))
+        assert page.evaluate(read_lines, shortly) == [
+            [["adaptive", 2], ["none", 2], ["adaptive", 2]], ["none", "adaptive"],
+        ]  # fmt: skip
+        more = points(("adaptive", 4), ("adaptive", 8), ("adaptive", 4))
+        assert page.evaluate(read_lines, more) == [
+            [["adaptive", 2]] * 3, ["8 together", "4 together"],
+        ]  # fmt: skip
+    finally:
+        page.close()
+
+
+def test_saved_figures_fit_a_narrow_page(
+    lab: Lab, browser: "playwright.Browser", screenshots: Path
+) -> None:
+    with open_notebook(browser, lab, "05_adaptive_verification.ipynb") as notebook:
+        page = notebook.page
+        page.set_viewport_size({"width": 800, "height": 1000})  # beside the file browser
+        page.reload()
+        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        cells = notebook.until(f"() => {{ const f = ({_FIGURES})(); return f.length && f; }}")
+        assert len(cells) == 8
+        for index in cells:
+            page.evaluate(
+                "index => window.jupyterapp.shell.currentWidget.content.scrollToItem(index)", index
+            )
+            notebook.until(_FIGURE, argument=index)
+            page.wait_for_timeout(400)
+            found = page.evaluate(_FIGURE, index)
+            page.screenshot(path=screenshots / f"05-narrow-{index:02}.png")
+            assert found["width"] < 400
+            assert found["wrong"] == [], index

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,25 @@ def test_infinity_is_no_step() -> None:
     assert np.isfinite(estimator.intercepts).all()
 
 
+@pytest.mark.parametrize("wrong", [[[[1, 2], [1]]], [[["a"]]], [[[None, object()]]], [[[10**400]]]])
+def test_what_is_no_array_of_numbers(wrong: Any) -> None:
+    with pytest.raises(DraftError, match="an array of numbers"):
+        log_odds(wrong, 1.0)
+    with pytest.raises(DraftError, match="an array of numbers"):
+        Estimator(1).predict(wrong)
+    for given in ((wrong, [[1.0]]), ([[1.0]], wrong)):
+        with pytest.raises(DraftError, match="an array of numbers"):
+            Estimator(1).observe(*given, [0], [0])
+    with pytest.raises(DraftError, match="a whole number for each request"):
+        Estimator(1).observe([[1.0]], [[1.0]], [[0], [0, 1]], [0])
+
+
+def test_a_temperature_beyond_float32_makes_all_equal() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert log_odds([[[9.0, -3.0]]], 1e300).tolist() == [[0.0]]
+
+
 def test_a_round_without_observations() -> None:
     estimator = Estimator(2)
     for _ in range(100):
@@ -320,6 +340,14 @@ def test_state_goes_on_as_the_first_would_have() -> None:
     "wrong",
     [
         {"slots": -1},
+        {"slots": 10**13, "intercepts": []},  # a terabyte of them
+        {"intercepts": [[0.1], [0.1]]},
+        {"information": [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]},
+        {"gradient": [0.0, 0.0, 0.0, 0.0]},
+        {"counts": [[0.0, 0.0]]},
+        {"history": [[0, 0.5, [0.1]]]},
+        {"history": [[0, 0.5, [0.1, NAN]]]},
+        {"history": [[0, float("inf"), [0.1, 0.1]]]},
         {"slots": "4"},
         {"intercepts": [0.1]},
         {"intercepts": [0.1, NAN]},

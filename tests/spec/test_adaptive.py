@@ -25,7 +25,9 @@ from workbench.spec.adaptive import (
     Situation,
     allocate,
     budget_of,
+    check_policy,
     checked,
+    name_of,
     survival,
 )
 from workbench.spec.cost_table import CostTable
@@ -387,7 +389,8 @@ FAILURES: list[tuple[Made, str]] = [
     (gives(admitted=np.array([1, 1, 0]), budget=NAN), "budget of nan"),
     (gives(admitted=None, budget=0), "shape []"),
     (gives(admitted=np.array([1, 1, 0]), budget=2, objective=np.ones(2)), "lacks its budget 2"),
-    (gives(admitted=np.array([1, 1, 0]), budget=2, objective=np.full(7, NAN)), "is NaN"),
+    (gives(admitted=np.array([1, 1, 0]), budget=2, objective=np.full(7, NAN)), "is not finite"),
+    (gives(admitted=np.array([1, 1, 0]), budget=2, objective=np.full(7, np.inf)), "not finite"),
     (gives(admitted=np.array([1, 1, 0]), budget=2, survival=np.full((3, 4), NAN)), "is NaN"),
     (gives(admitted=np.array([1, 1, 0]), budget=2, survival=np.ones((3, 3))), "[3, 3], not [3, 4]"),
     (gives(admitted=np.array([1, 1, 0]), budget=2, objective="best"), "ValueError"),
@@ -435,6 +438,101 @@ def test_a_policy_that_is_none() -> None:
     found = checked(object(), S)  # type: ignore[arg-type]
     assert found.admitted.tolist() == [4, 2, 0]
     assert found.reason.startswith("policy object failed: AttributeError")
+
+
+@pytest.mark.parametrize("drafts", [2.5, NAN, "2", True, -1])
+def test_a_fixed_number_that_is_none(drafts: Any) -> None:
+    """Its decision is taken unchecked."""
+    with pytest.raises(DraftError, match="a fixed number of drafts is 0 or more"):
+        Fixed(drafts)
+
+
+def test_a_fixed_number_may_be_any() -> None:
+    assert checked(Fixed(10**30), S).admitted.tolist() == [4, 2, 0]
+    assert not checked(Fixed(10**30), S).failed
+
+
+@pytest.mark.parametrize("policy", [Adaptive, Oracle])
+@pytest.mark.parametrize("table", [None, {}, "h200-rank", CostTable])
+def test_a_policy_without_a_table(policy: Any, table: Any) -> None:
+    with pytest.raises(DraftError, match="needs a CostTable for its times"):
+        policy(table)
+
+
+def test_a_table_of_ones_own_that_gives_no_times() -> None:
+    class Odd(CostTable):
+        __slots__ = ()
+
+        def draft_ms(self, requests: Any) -> Any:
+            return 0.0
+
+        def verify_span(self, first: int, count: int) -> Any:
+            return np.array([3.0, 3.5, NAN, 4.0, 4.0, 4.0, 4.0])
+
+    found = checked(Adaptive(Odd(draft=((1, 1.0),), verify=((1, 1.0),))), S)
+    assert found.failed
+    assert "no budget can be weighed" in found.reason
+
+
+def test_what_a_policy_is() -> None:
+    class Odd:
+        @property
+        def name(self) -> str:
+            raise ValueError("no name")
+
+        def decide(self, s: Situation) -> Decision:
+            return Fixed().decide(s)
+
+    class Worse(Odd):
+        @property
+        def decide(self) -> Any:  # type: ignore[override]
+            raise KeyError("no decision")
+
+    for policy in (Fixed(), Odd(), Custom(raises(RuntimeError()))):
+        check_policy(policy)
+    assert name_of(Odd()) == "Odd"
+    for wrong in (None, "adaptive", Worse(), object()):
+        with pytest.raises(DraftError, match="lacks one"):
+            check_policy(wrong)
+    with pytest.raises(DraftError, match=r"Adaptive is its class; give Adaptive\(\.\.\.\)"):
+        check_policy(Adaptive)
+
+
+def test_names_and_reasons_are_a_line_of_bounded_length() -> None:
+    class Wordy:
+        name = "n\n" * 100_000
+
+        def __init__(self, decide: Made) -> None:
+            self.decide = decide
+
+    for decide in (
+        gives(admitted=S.drafted, budget=6, reason="why\n" * 100_000),
+        raises(DraftError("y" * 100_000)),
+        raises(ValueError("y" * 100_000)),
+    ):
+        found = checked(Wordy(decide), S)
+        assert len(found.reason) < 400
+        assert "\n" not in found.reason
+    assert found.reason.endswith("; fixed verification in its place")
+    assert len(name_of(Wordy(decide))) == 80
+
+
+@pytest.mark.parametrize("raising", [False, True])
+def test_a_policy_that_writes_to_the_situation_all_the_same(raising: bool) -> None:
+    """What there is room for is not its to say."""
+
+    def decide(s: Situation) -> Decision:
+        s.drafted.setflags(write=True)
+        s.drafted[:] += 3
+        if raising:
+            raise RuntimeError
+        return Decision(admitted=s.drafted, budget=int(s.drafted.sum()))
+
+    drafted = np.array([4, 2, 0])
+    s = situation(random.Random(4), 3, 4, drafted=drafted)
+    found = checked(Custom(decide), s)
+    assert found.failed
+    assert found.admitted.tolist() == [4, 2, 0]
 
 
 def test_a_policy_cannot_spoil_the_step() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import workbench
 from spec.cycle import accepted_runs, cycle_ids, make, written
+from spec.planted import small_drafter, small_target
 from workbench.errors import DraftError, PromptError
 from workbench.model.beam import Beam
 from workbench.spec import bench as module
@@ -221,6 +223,12 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     with pytest.raises(error, match=says):
         bench(*pair, **({"prompts": [PROMPT]} | options))
+
+
+def test_a_model_without_room_for_a_context_is_refused(tmp_path: Path) -> None:
+    target = small_target(tmp_path, max_position_embeddings=9)
+    with pytest.raises(DraftError, match="holds 9 tokens; bench a larger model, or fewer drafts"):
+        bench(target, small_drafter(target), [[1, 2]], max_new_tokens=16)
 
 
 def test_a_prompt_without_room_to_time_is_refused(pair: tuple[Beam, Drafter]) -> None:

@@ -169,6 +169,39 @@ def test_a_policy_that_fails_is_fixed_verification_and_says_so(
     assert run.decider is not None
 
 
+class Nameless:
+    @property
+    def name(self) -> str:
+        raise ValueError("no name")
+
+    def decide(self, situation: Situation) -> Decision:
+        raise RuntimeError("<b>no</b>")
+
+
+def test_a_name_that_fails_ends_no_run(target: Beam, drafter: Drafter) -> None:
+    run = decode(target, drafter, PROMPTS, max_new_tokens=12, policy=Nameless())
+    steps = [step for step in run if step.policy]
+    assert texts(run) == plain(target, 12)
+    assert {step.policy for step in steps} == {"Nameless"}
+    assert all(s.reason.startswith("policy Nameless failed: RuntimeError: <b>") for s in steps)
+
+
+class Writer:
+    name = "writer"
+
+    def decide(self, situation: Situation) -> Decision:
+        situation.drafted.setflags(write=True)
+        situation.drafted[:] += 1
+        return Fixed().decide(situation)
+
+
+def test_a_policy_that_claims_more_room_gets_none(target: Beam, drafter: Drafter) -> None:
+    run = decode(target, drafter, PROMPTS, max_new_tokens=12, policy=Writer())
+    reasons = [step.reason for step in run if step.policy]
+    assert texts(run) == plain(target, 12)
+    assert all("policy writer failed: it admitted" in reason for reason in reasons)
+
+
 def test_a_drafter_is_not_doubted_for_what_nobody_verified(target: Beam, drafter: Drafter) -> None:
     """Nothing accepted: because nothing was asked, or because every draft was wrong."""
     for policy, doubted in ((NoDrafts(), False), (Fixed(1), True)):
@@ -206,6 +239,8 @@ def test_a_request_that_leaves_takes_its_confidences_along(target: Beam, drafter
     ("given", "words"),
     [
         ({"policy": object()}, "a policy has a name and decide"),
+        ({"policy": Adaptive}, "Adaptive is its class"),
+        ({"policy": Fixed(), "estimator": "fresh"}, "estimator must be an Estimator or None"),
         ({"policy": Fixed(), "estimator": Estimator(3)}, "for 3 drafts a step, and here are 4"),
         ({"estimator": Estimator(4)}, "an estimator serves a policy"),
     ],

@@ -153,13 +153,18 @@ def test_medians_by_size() -> None:
     assert drift(TABLE, []).verify.by_size() == ()
 
 
+def test_a_drift_of_no_table() -> None:
+    with pytest.raises(DraftError, match="a drift needs a CostTable"):
+        drift(None, [])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("window", [0, -3, 1.5, True])
 def test_a_window_of_no_steps(window: int) -> None:
     with pytest.raises(DraftError, match="a window of at least 1 pass"):
         drift(TABLE, [], window=window)
 
 
-@pytest.mark.parametrize("limit", [0, -0.1, float("nan"), inf, "a", True])
+@pytest.mark.parametrize("limit", [0, -0.1, float("nan"), inf, "a", True, 10**400])
 def test_a_limit_that_is_none(limit: float) -> None:
     with pytest.raises(DraftError, match="a number above 0"):
         drift(TABLE, [], limit=limit)

@@ -3,6 +3,7 @@
 import random
 from itertools import product
 from math import isnan
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,6 +182,14 @@ def test_hindsight_says_what_it_cannot_do() -> None:
             hindsight(refused, TABLE, wrong)
 
 
+@pytest.mark.parametrize("wrong", [{"table": None}, {"step": None}, {"known": [[1], [1, 2]]}])
+def test_what_hindsight_cannot_be_of(wrong: dict[str, Any]) -> None:
+    step = Step(index=0, rows=1, seconds=0.0, requests=(part(0, 2, 2, 1),))
+    asked: dict[str, Any] = {"step": step}
+    with pytest.raises(DraftError):
+        hindsight(**{"table": TABLE} | asked | wrong)
+
+
 def test_a_failed_policy_is_known_by_its_step() -> None:
     situation = Situation(
         drafted=np.array([3]), plain=np.array([1]), samples=np.array([True]),
@@ -230,6 +239,8 @@ def test_pace_of_nothing_is_undefined() -> None:
     assert len(found.index) == len(found.speed) == len(found.length) == found.tokens == 0
     assert found.total_speed is None
     assert found.total_length is None
+    assert pace(made_up(5), window=10**30).speed[-1] == pace(made_up(5), window=5).speed[-1]
+    assert len(pace(made_up(0), window=10**30).speed) == 0
     plain = pace(made_up(5, drafted=0))
     assert plain.total_length is None
     assert np.isnan(plain.length).all()

@@ -53,6 +53,10 @@ def test_the_one_that_comes_with_the_workbench_can_be_drawn() -> None:
         ({"schema": SCHEMA, "runs": [{"concurrency": 8, "ratio": "1"}]}, "ratio must be a number"),
         ({"schema": SCHEMA, "runs": [{"concurrency": 8, "ratio": -1}]}, "ratio must be a number"),
         (
+            {"schema": SCHEMA, "runs": [{"concurrency": 8, "ratio": 10**400}]},
+            "ratio must be a number",
+        ),
+        (
             {"schema": SCHEMA, "runs": [{"concurrency": 8, "ratio": 1, "low": [1]}]},
             "low must be a number",
         ),

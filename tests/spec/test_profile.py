@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from spec.planted import small_drafter, small_target
-from workbench.errors import DraftError
+from workbench.errors import DraftError, PromptError
 from workbench.model.beam import Beam
 from workbench.model.sampling import Sampling
 from workbench.spec import profile as profile_module
@@ -119,7 +120,23 @@ def test_a_table_is_measured_once(target: Beam, drafter: Drafter, cache: Path) -
     assert len(list(cache.iterdir())) == 2
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schema": "other/1"}', '{"schema": "SCHEMA"}'])
+BEGUN = '{"schema": "SCHEMA", "captured": 0, "label": "", "verify": [[1, 1]], "draft": [[1, '
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"schema": "other/1"}',
+        '{"schema": "SCHEMA"}',
+        "[" * 100_000,
+        "\x00",
+        BEGUN + "1" * 400 + "]]}",
+        BEGUN + "1" * 5000 + "]]}",
+        BEGUN + "NaN]]}",
+    ],
+)
 def test_a_damaged_table_is_measured_again(
     target: Beam, drafter: Drafter, cache: Path, text: str
 ) -> None:
@@ -127,8 +144,20 @@ def test_a_damaged_table_is_measured_again(
     profile(target, drafter, **asked)
     (file,) = cache.iterdir()
     file.write_text(text.replace("SCHEMA", profile_module.SCHEMA))
+    assert profile_module._read(file) is None
     again = profile(target, drafter, **asked)
     assert again.to_dict().items() <= json.loads(file.read_text()).items()
+
+
+def test_a_pipe_in_the_tables_place_is_not_waited_for(
+    target: Beam, drafter: Drafter, cache: Path
+) -> None:
+    asked: dict[str, Any] = {"requests": 1, "context": 20, "rounds": 1}
+    profile(target, drafter, **asked)
+    (file,) = cache.iterdir()
+    file.unlink()
+    os.mkfifo(file)
+    assert profile(target, drafter, **asked).verify
 
 
 def test_a_cache_that_cannot_be_written_costs_time_alone(
@@ -155,10 +184,36 @@ def test_an_interrupt_keeps_nothing(target: Beam, drafter: Drafter, cache: Path)
         ({"rounds": 0}, "rounds must be"),
         ({"drafts": 64}, "drafts must be"),
         ({"context": 100_000}, "context must be a whole number from 1 to"),
+        ({"sampling": None}, "sampling must be a Sampling"),
     ],
 )
 def test_a_setting_out_of_range_is_refused(
     target: Beam, drafter: Drafter, change: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(DraftError, match=words):
+    with pytest.raises((DraftError, PromptError), match=words):
         profile(target, drafter, **{"requests": 2, "context": 20} | change)
+
+
+@pytest.mark.parametrize(("own", "room"), [({}, 96), ({"max_position_embeddings": 40}, 40)])
+@pytest.mark.parametrize("drafts", [1, 4, 30])
+def test_the_longest_context_that_is_taken_has_room_for_every_size(
+    target: Beam, own: dict[str, Any], room: int, drafts: int
+) -> None:
+    drafter = small_drafter(target, **own)
+    asked: dict[str, Any] = {"requests": 2, "drafts": drafts, "rounds": 1, "keep": False}
+    longest = room - drafts - 2  # its first token, and a step of one row more than drafts
+    table = profile(target, drafter, context=longest, **asked)
+    assert [n for n, _ in table.verify] == [1, *range(2, 2 * drafts + 3)]
+    with pytest.raises(DraftError, match=f"from 1 to {longest}, not {longest + 1}"):
+        profile(target, drafter, context=longest + 1, **asked)
+
+
+def test_a_context_that_nobody_asked_for_fits(target: Beam) -> None:
+    drafter = small_drafter(target, max_position_embeddings=40)
+    asked: dict[str, Any] = {"requests": 1, "rounds": 1, "keep": False}
+    for drafts, context in ((4, 20), (30, 8), (37, 1)):
+        table = profile(target, drafter, drafts=drafts, **asked)
+        assert f"context {context}, " in table.label
+    with pytest.raises(DraftError, match=r"38 drafts a step leave no room .* 40 positions"):
+        profile(target, drafter, drafts=38, **asked)
+    assert "context 48, " in profile(target, small_drafter(target), **asked).label

@@ -495,10 +495,20 @@ def bare(position: Position) -> Position:
     return replace(position, scores=())
 
 
+def scored(position: Position, score: float) -> Position:
+    return replace(position, scores=((score, *position.scores[0][1:]), *position.scores[1:]))
+
+
+def heated(temperature: float) -> Trace:
+    header = {"mode": "every-position", "sampling": {"temperature": temperature}}
+    return Trace(header=header, positions=tuple(made_up(1)))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"trace": []}, "no drafted blocks"),
+        ({"trace": None}, "positions of an every-position record"),
         ({"trace": ["x"]}, "positions of an every-position record"),
         ({"trace": Trace(header={"mode": "steps"})}, "no drafted blocks"),
         ({"trace": Trace(header={"mode": "every-position"})}, "no drafted blocks"),
@@ -510,6 +520,13 @@ def bare(position: Position) -> Position:
         ({"estimator": Estimator(3)}, "give Estimator(5)"),
         ({"estimator": "warm"}, "'fresh' or None"),
         ({"table": {}}, "needs a CostTable"),
+        ({"policy": Adaptive}, "Adaptive is its class; give Adaptive(...)"),
+        ({"policy": "adaptive"}, "str lacks one"),
+        ({"trace": [scored(p, 1e39) for p in made_up(1)]}, "has a score beyond float32"),
+        ({"trace": [scored(p, math.inf) for p in made_up(1)]}, "has a score beyond float32"),
+        ({"trace": heated(1e-40)}, "temperature 1e-40; it must be 0 or a number from 1e-05 up"),
+        ({"trace": heated(math.inf)}, "temperature inf"),
+        ({"trace": heated(math.nan)}, "temperature nan"),
     ],
 )
 def test_wrong_input_is_one_sentence(change: dict[str, Any], says: str) -> None:
@@ -519,6 +536,15 @@ def test_wrong_input_is_one_sentence(change: dict[str, Any], says: str) -> None:
         replay(asked.pop("trace"), asked.pop("policy"), asked.pop("table"), **asked)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_lowest_temperature_of_a_trace_is_the_samplings() -> None:
+    from workbench.model.sampling import LOWEST_TEMPERATURE
+
+    assert Recording.of(heated(LOWEST_TEMPERATURE)).features is not None
+    assert Recording.of(heated(0)).features is not None
+    with pytest.raises(TraceError, match="temperature"):
+        Recording.of(heated(LOWEST_TEMPERATURE * 0.999))
 
 
 def test_positions_that_no_sequence_has_do_not_fill_the_memory() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,10 @@ def test_a_table_of_the_user_s_own(tmp_path: Path) -> None:
         ("{}", "'draft', which is missing"),
         ('{"draft": [], "verify": [[1, 2]]}', "draft curve is empty"),
         ('{"draft": [[1, 1]], "verify": [[2, 2], [1, 3]]}', "must rise"),
-        ('{"draft": [[1, NaN]], "verify": [[2, 2]]}', "finite"),
+        ('{"draft": [[1, NaN]], "verify": [[2, 2]]}', "from 0 to 1,000,000,000, not nan"),
+        ('{"draft": [[1, 1' + "0" * 5000 + ']], "verify": [[1, 1]]}', "digits"),
+        ('{"draft": [[1, 1' + "0" * 400 + ']], "verify": [[1, 1]]}', "not 1000"),
+        ("[" * 100_000, "not JSON"),
         ('{"draft": [[1, 1]], "verify": [[1, 1]], "origins": {"draft": "guessed"}}', "origins"),
         ('{"draft": [[1, 1]], "verify": [[1, 1]], "origins": 3}', "origins"),
         ('{"draft": [[1, 1]], "verify": [[1, 1]], "notes": "x"}', "notes"),
@@ -298,7 +302,11 @@ def test_a_table_that_is_not_there(name: str) -> None:
         ({"concurrency": 0}, "concurrency must be a whole number from 1 to 512, not 0"),
         ({"concurrency": 513}, "from 1 to 512"),
         ({"concurrency": 2.0}, "concurrency"),
-        ({"requests": 0}, "requests must be a whole number of at least 1"),
+        ({"requests": 0}, "requests must be a whole number from 1 to 1000000"),
+        ({"requests": 10**23}, "requests must be a whole number from 1 to 1000000"),
+        ({"policy": Fixed}, "Fixed is its class; give Fixed"),
+        ({"policy": None}, "NoneType lacks one"),
+        ({"most_rows": "x"}, "most rows of a verification are 0 or more, not 'x'"),
         ({"seed": -1}, "seed must be a whole number of at least 0"),
         ({"source": "trace"}, "draws from a Recording"),
         ({"table": None}, "needs a CostTable"),
@@ -323,11 +331,27 @@ def test_wrong_input_is_one_sentence(source: Recording, change: dict[str, Any], 
         {"within": float("inf")},
         {"slope": 0.0},
         {"seed": -1},
+        {"requests": 10**9, "tokens": 10**9},
+        {"acceptance": "x"},
+        {"acceptance": (0.5, "a")},
+        {"between": "x"},
+        {"within": 10**400},
+        {"within": 1e308},
+        {"slope": 1e-300},
+        {"intercept": float("nan")},
     ],
 )
 def test_wrong_parameters(change: dict[str, Any]) -> None:
     with pytest.raises(DraftError):
         parametric(**{"acceptance": RATES, "requests": 2, "tokens": 3} | change)
+
+
+def test_a_spread_beyond_what_a_probability_tells_apart_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = parametric(RATES, requests=2, tokens=30, within=100_000.0)
+    assert made.confidences is not None
+    assert ((made.confidences == 0) | (made.confidences == 1)).mean() > 0.9
 
 
 def test_default_requests_show_steady_load() -> None:

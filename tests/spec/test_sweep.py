@@ -104,8 +104,11 @@ def test_defaults_and_mistakes(source: Recording) -> None:
     assert sweep(source, TABLE, ()) == ()
     with pytest.raises(DraftError, match="each concurrency once"):
         sweep(source, TABLE, (4, 4))
-    with pytest.raises(DraftError, match="concurrency"):
-        sweep(source, TABLE, (0,), requests=3)
+    for wrong in ((0,), (4, 513), ([1],), ("x",), 5, None, "12"):
+        with pytest.raises(DraftError, match="concurrenc"):
+            sweep(source, TABLE, wrong, requests=3)  # type: ignore[arg-type]
+    with pytest.raises(DraftError, match="draws from a Recording"):
+        sweep(None, TABLE)  # type: ignore[arg-type]
 
 
 def test_a_recording_without_scores_takes_the_drafters_own_confidences(source: Recording) -> None:

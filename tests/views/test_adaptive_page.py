@@ -5,6 +5,7 @@ with the steps they are of.
 """
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -270,6 +271,57 @@ def test_a_ratio_is_of_the_same_number_of_sequences_and_of_enough_steps() -> Non
     assert ratio() == [["over fixed", "–", "fixed: 3 tokens/s"]]
 
 
+def test_a_shorter_length_is_told_by_what_it_brings() -> None:
+    def step(policy: str, accepted: int, seconds: float) -> Step:
+        part = RequestStep(request=0, position=3, drafted=(1, 2, 3), expected=(0.5,) * 3,
+                           stale=(1.0,) * 3, admitted=accepted, accepted=accepted,
+                           token_ids=(2,) * (accepted + 1), kinds=("plain",) * (accepted + 1),
+                           )  # fmt: skip
+        return Step(index=0, rows=4, seconds=seconds, policy=policy, requests=(part,))
+
+    # fixed: 4 tokens in 0.4 s; adaptive 3 tokens in so many seconds
+    for seconds, told in (
+        (0.2, "50% more tokens/s: a gain"),
+        (0.5, "40% fewer tokens/s: a loss"),
+        (0.3, "the same tokens/s within 1%"),
+    ):
+        watch = Watch(TABLE)
+        watch.add(step("fixed", 3, 9.0))  # the first one counts nowhere
+        for _ in range(8):
+            watch.add(step("fixed", 3, 0.4))
+        for _ in range(7):
+            watch.add(step("adaptive", 2, seconds))
+        assert watch.figures()["verdict"] == ""  # too few
+        watch.add(step("adaptive", 2, seconds))
+        words = f"adaptive: 3.00 instead of 4.00, and {told}"
+        assert watch.figures()["verdict"] == words
+        watch.add(step("fixed", 3, 0.4))  # whoever's turn it is
+        assert watch.figures()["verdict"] == words
+
+
+def test_the_page_has_the_colours_of_the_figures(steps: list[Step]) -> None:
+    look = adaptive_page.look()
+
+    def color(view: views.View, name: str) -> str:
+        found = [t for t in view.figure.data if t.name and f">{name}" in t.name]
+        return str(found[0].line.color or found[0].marker.color)
+
+    decided = next(s for s in reversed(steps) if s.objective and s.budget)
+    budget = views.objective_curve(decided, TABLE)
+    assert look["hindsight"] == color(budget, "in hindsight") == color(budget, "best in hindsight")
+    assert look["chosen"] == color(budget, "expected by the policy") == color(budget, "chosen")
+    run = views.decisions_over_time(steps, against=[replace(s, policy="fixed") for s in steps])
+    assert look["policy"] == color(run, "adaptive")
+    assert look["fixed"] == color(run, "fixed, for comparison")
+    assert look["drafted"] == color(run, "drafted")
+    trust = views.reliability_diagram(steps, after=3)
+    assert look["start"] == color(trust, "first 3 steps")
+    assert look["calibrated"] == color(trust, "later steps")
+    script = (Path(adaptive_page.__file__).parent / "adaptive.js").read_text("utf-8")
+    named = set(re.findall(r"\blook\.(\w+)", script))
+    assert {"hindsight", "policy", "slots"} <= named <= set(look)
+
+
 def test_reliability_is_told_of_the_start_and_of_what_came_after(steps: list[Step]) -> None:
     many = [replace(step, index=n) for n in range(20) for step in decodes(steps)]
     watch, learned = Watch(TABLE), Watch(TABLE, calibrated=True)
@@ -301,6 +353,7 @@ def test_drift_is_said_with_its_alarm(steps: list[Step]) -> None:
         costs = watch.slow_figures()["drift"]
         assert alarm is None or costs["alarm"] is alarm
         assert "verification at" in costs["sentence"]
+        assert "keep=" not in costs["sentence"]  # the page has a button for it
     assert "drift" not in Watch().slow_figures()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -13,6 +14,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from views import narrow
 from workbench.errors import DraftError
 from workbench.spec.adaptive import Decision, Situation
 from workbench.spec.cost_table import CostTable
@@ -85,7 +87,7 @@ def plain(text: str) -> str:
 
 
 def title(view: View) -> str:
-    return plain(view.figure.layout.title.text)
+    return plain(view.figure.layout.title.text.replace("<br>", " "))
 
 
 def subtitle(view: View) -> str:
@@ -239,13 +241,13 @@ def test_measured_passes_stand_over_the_curves_and_drift_is_told() -> None:
         [TABLE.verify_ms(rows) for rows in sorted({s.rows for s in steps})], rel=1e-5
     )
     assert title(view) == "Costs of a step: as the cost table says"
-    assert "verification: 1.00 × the table" in notes(view)
+    assert "verification 1.00 × the table" in notes(view)
     # 1 ms against the table's 1.2: four requests are padded to eight.
-    assert "draft: 0.83 × the table" in notes(view)
+    assert "draft 0.83 × the table" in notes(view)
     slow = cost_curves(TABLE, made(60, slow=1.7))
     assert title(slow) == "Costs of a step: the cost table is off"
     assert theme.FULL in slow.figure.layout.title.text
-    assert "verification: 1.70 × the table, drifted" in notes(slow)
+    assert "verification, drifted 1.70 × the table" in notes(slow)
     assert "cost drift: verification at 1.70 ×" in subtitle(slow)
     assert "cost drift" in slow.text
     (marks,) = named(slow, "median of a size, drifted")
@@ -263,11 +265,11 @@ def test_policies_have_their_figures_and_ratios(results: dict[str, SimulationRes
     bars = [t for t in view.figure.data if isinstance(t, go.Bar)]
     fixed, adaptive, oracle = (results[n] for n in ("fixed", "adaptive", "oracle"))
     assert bars[0].x.tolist() == pytest.approx([r.tokens_per_second for r in results.values()])
-    assert bars[1].x.tolist() == pytest.approx(
+    assert bars[1].x.tolist() == [r.admitted - r.accepted for r in results.values()]
+    assert bars[2].x.tolist() == [r.missed for r in results.values()]
+    assert bars[3].x.tolist() == pytest.approx(
         [r.acceptance_length for r in results.values()], rel=1e-6
     )
-    assert bars[2].x.tolist() == [r.admitted - r.accepted for r in results.values()]
-    assert bars[3].x.tolist() == [r.missed for r in results.values()]
     points = [t for t in view.figure.data if getattr(t, "mode", "") == "markers"]
     assert points[0].x.tolist() == pytest.approx(
         [np.percentile(r.tpot_ms, 50) for r in results.values()], rel=1e-6
@@ -280,8 +282,9 @@ def test_policies_have_their_figures_and_ratios(results: dict[str, SimulationRes
         oracle.tokens_per_second - fixed.tokens_per_second
     )
     assert change > 0  # what this table is made for
-    assert f"{100 * change:+.1f} % tokens/s against fixed" in title(view)
-    assert f"{100 * share:.0f} % of the oracle's gain" in title(view)
+    assert title(view) == f"Adaptive: {100 * change:+.1f} % tokens/s"
+    assert subtitle(view).startswith(f"against fixed, {100 * share:.0f} % of the oracle's gain")
+    assert subtitle(view)[: subtitle(view).index(" ·")] in view.text
     assert f"{adaptive.tokens_per_second:,.0f} ({100 * change:+.1f} %)" in notes(view)
     assert "nothing drafted" in notes(view)
     assert "modelled" in subtitle(view)
@@ -291,6 +294,30 @@ def test_policies_have_their_figures_and_ratios(results: dict[str, SimulationRes
     assert len({(color, pattern) for color, pattern, *_ in LOOKS.values()}) == len(LOOKS)
     assert len(view.text.splitlines()) == 7
     assert policy_comparison({}).text == "there is no policy to compare"
+
+
+def test_policies_stand_one_above_the_other_and_a_shorter_length_is_told_by_what_it_brings(
+    results: dict[str, SimulationResult],
+) -> None:
+    layout = policy_comparison(results).figure.layout
+    assert all(axis.domain is None for axis in policy_comparison(results).figure.select_xaxes())
+    sides = [layout[f"yaxis{n}"].domain for n in ("", "2", "3", "4")]
+    assert all(low > high for (low, _), (_, high) in itertools.pairwise(sides))
+    short = replace(results["fixed"], acceptance_length=results["fixed"].acceptance_length - 0.5)
+    lengths = (
+        f"acceptance length {short.acceptance_length:.2f} instead of "
+        f"{results['fixed'].acceptance_length:.2f}, "
+    )
+    for factor, told in ((1.2, "a gain all the same: the rows"), (0.9, "no gain: the rows")):
+        speed = factor * results["fixed"].tokens_per_second
+        view = policy_comparison(
+            {"fixed": results["fixed"], "adaptive": replace(short, tokens_per_second=speed)}
+        )
+        assert lengths + told in subtitle(view)
+        assert lengths + told in view.text
+    same = replace(results["fixed"], tokens_per_second=1e4)
+    view = policy_comparison({"fixed": results["fixed"], "adaptive": same})
+    assert "instead of" not in subtitle(view)
 
 
 def test_what_failed_or_was_estimated_is_said(results: dict[str, SimulationResult]) -> None:
@@ -343,7 +370,7 @@ def test_a_sweep_has_changes_over_the_concurrency(rows: tuple[SweepRow, ...]) ->
         assert low < named(view, name)[0].y.min() <= named(view, name)[0].y.max() < high
     outside = [y for y in named(view, "plain decoding")[0].y if not low <= y <= high]
     assert outside
-    assert any(note.startswith("plain decoding:") and note.endswith("↓") for note in notes(view))
+    assert f"plain: −{-min(outside):.1f} % ↓" in notes(view)
     assert not named(view, "published")
 
 
@@ -367,7 +394,7 @@ def test_measured_and_published_points(rows: tuple[SweepRow, ...]) -> None:
     star, star99 = named(view, "published")
     assert (list(star.x), list(star.y)) == ([128], [pytest.approx(10.8)])
     assert list(star99.y) == [-9.0]
-    assert {"published +10.8 %", "published −9.0 %"} <= set(notes(view))
+    assert {"+10.8 %", "−9.0 %"} <= set(notes(view))
     assert "measured at 8 (code): tokens/s +25.0 %" in view.text
     assert "measured at 8 (prose): tokens/s −2.0 %" in view.text
     assert "published at 128: tokens/s +10.8 %, p99 TPOT −9.0 %" in view.text
@@ -415,6 +442,7 @@ def test_views_are_the_same_every_time_and_small(
         assert size(view) < 30_000, name
         assert "nan" not in view.text.lower().split(), name
         assert "None" not in view.text, name
+        narrow.check(view, name)
         layout = view.figure.layout
         assert layout.title.text.startswith("<span style="), name
         assert layout.template.layout.paper_bgcolor == "rgba(0,0,0,0)"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from views import narrow
 from views.spec_steps import block
 from views.spec_steps import run as made_up
 from workbench.errors import DraftError
@@ -60,7 +61,7 @@ def failed(step: Step) -> Step:
 
 
 def plain(text: str) -> str:
-    return re.sub(r"<[^>]+>", "", text).strip()
+    return re.sub(r"<[^>]+>", "", text.replace("<br>", " ")).strip()
 
 
 def named(view: View) -> dict[str, Any]:
@@ -286,7 +287,9 @@ def test_decisions_over_time_draws_three_panels() -> None:
     assert list(named(view)["drafted"].y) == pytest.approx([14.0] * 40)
     assert list(decisions_over_time(steps, over="step").figure.data[1].x) == list(range(1, 41))
     headings = [plain(n.text) for n in view.figure.layout.annotations]
-    assert headings == ["drafts verified", "speed", "acceptance length"]
+    assert headings == [
+        "drafts verified", "speed: what counts", "acceptance length: trimming shortens it",
+    ]  # fmt: skip
     assert view.text == (
         "adaptive: 40 decode steps, 320 tokens; 57% of 560 drafts verified · acceptance length "
         "4.00 · 16 tokens/s, 2.0% of the time for deciding"
@@ -374,6 +377,7 @@ def test_every_view_of_every_step(case: str) -> None:
         assert size(view) < 30_000, name
         assert HOSTILE not in json.dumps({**bundle, "text/plain": ""}), name
         assert "nan" not in view.text.lower().split(), name
+        narrow.check(view, name)
         layout = view.figure.layout
         assert "measured here" in subtitle(view), name
         assert layout.template.layout.paper_bgcolor == "rgba(0,0,0,0)"

@@ -34,6 +34,8 @@ RIDGE = 1e-3  # on the step, not on the coefficients
 DAMPING = 50.0  # so many observations move a coefficient by half a Newton step
 MOST_LOG_ODDS = 40.0
 
+MOST_SLOTS = 4096  # of a block; a state that claims more is damaged
+
 _HISTORY = 10_000  # refits kept, a million steps
 # Steps whose verdicts wait to be added up together: a sum costs many calls and few numbers.
 _WAITING = 20
@@ -67,16 +69,15 @@ def log_odds(scores: ArrayLike, temperature: ArrayLike) -> Array:
         temperature: of all requests, or of each ``[R]``; 0 is taken as 1.
 
     Raises:
-        DraftError: the shapes do not fit.
+        DraftError: these are no numbers, or the shapes do not fit.
     """
-    z = np.asarray(scores, _F32)
-    heat = np.asarray(temperature, _F32)
+    z, heat = _floats(scores, "scores"), _floats(temperature, "temperatures")
     if z.ndim != 3 or not z.shape[2] or heat.shape not in ((), z.shape[:1]):
         raise DraftError(
             "features need scores [requests, slots, candidates] and a temperature each, "
             f"not shapes {list(z.shape)} and {list(heat.shape)}"
         )
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if heat.ndim:
             z = z / np.where(heat > 0, heat, _F32(1)).astype(_F32).reshape(-1, 1, 1)
         elif heat > 0 and heat != 1:
@@ -107,10 +108,13 @@ class Estimator:
         """Start uncalibrated, with the engine's coefficients.
 
         Raises:
-            DraftError: ``slots`` is not a number from 0 on.
+            DraftError: ``slots`` is not a number from 0 to ``MOST_SLOTS``.
         """
-        if isinstance(slots, bool) or not isinstance(slots, int | np.integer) or slots < 0:
-            raise DraftError(f"an estimator needs a number of slots from 0 on, not {slots!r}")
+        whole = isinstance(slots, int | np.integer) and not isinstance(slots, bool)
+        if not whole or not 0 <= slots <= MOST_SLOTS:
+            raise DraftError(
+                f"an estimator needs a number of slots from 0 to {MOST_SLOTS}, not {slots!r:.60}"
+            )
         self.slots = int(slots)
         self.slope = _F32(START_SLOPE)
         self.intercepts: Array = np.full(self.slots, START_INTERCEPT, _F32)
@@ -159,7 +163,7 @@ class Estimator:
         Raises:
             DraftError: the shape does not fit.
         """
-        f = np.asarray(features, _F32)
+        f = _floats(features, "features")
         self._fits(f, "features")
         odds = f * -self.slope
         odds -= self.intercepts
@@ -183,7 +187,7 @@ class Estimator:
         Raises:
             DraftError: the shapes do not fit, or not 0 <= accepted <= admitted <= K.
         """
-        p, f = np.asarray(predicted, _F32), np.asarray(features, _F32)
+        p, f = _floats(predicted, "predictions"), _floats(features, "features")
         a, m = _counts(accepted), _counts(admitted)
         self._fits(p, "predictions")
         self._fits(f, "features")
@@ -238,10 +242,21 @@ class Estimator:
             made = cls(state["slots"])
             made.steps = int(state["steps"])
             made.slope = _F32(state["slope"])
-            made.intercepts = np.array(state["intercepts"], _F32).reshape(made.intercepts.shape)
-            for name in ("information", "gradient", "counts"):
-                values = np.array(state[name], _F32).reshape(getattr(made, name).shape)
-                setattr(made, f"_{name}", values)
+            for name, own in (
+                ("intercepts", "intercepts"),
+                ("information", "_information"),
+                ("gradient", "_gradient"),
+                ("counts", "_counts"),
+            ):
+                values, shape = np.array(state[name], _F32), getattr(made, own).shape
+                if not made.slots and not values.size:
+                    continue  # lists without a value do not tell their shape
+                if values.shape != shape:
+                    raise DraftError(
+                        f"an estimator's state for {made.slots} slots has {name} of shape "
+                        f"{list(shape)}, not {list(values.shape)}"
+                    )
+                setattr(made, own, values)
             made.history = deque(
                 (
                     Coefficients(step=int(n), slope=float(w), intercepts=tuple(map(float, b)))
@@ -255,9 +270,16 @@ class Estimator:
             if isinstance(error, DraftError):
                 raise
             raise DraftError(f"an estimator's state cannot be read: {error}") from error
+        # The sums may be NaN: of verdicts on what was NaN, and the next refit drops them.
         known = isfinite(made.slope) and bool(np.isfinite(made.intercepts).all())
         if made.steps < 0 or not known or made.slope < 0:
             raise DraftError("an estimator's state has coefficients that are no numbers")
+        for c in made.history:
+            if len(c.intercepts) != made.slots or not all(map(isfinite, (c.slope, *c.intercepts))):
+                raise DraftError(
+                    f"an estimator's state has a history whose coefficients of step {c.step} are "
+                    f"not a slope and {made.slots} intercepts"
+                )
         return made
 
     def _add_up(self) -> None:
@@ -313,10 +335,24 @@ class Estimator:
 
 
 def _counts(values: ArrayLike) -> NDArray[np.int64]:
-    given = np.asarray(values)
+    try:
+        given = np.asarray(values)
+    except ValueError:
+        raise DraftError("accepted and admitted are a whole number for each request") from None
     if given.size and given.dtype.kind not in "iu":
         raise DraftError(f"accepted and admitted are whole numbers, not {given.dtype}")
     return given.astype(np.int64)
+
+
+def _floats(values: ArrayLike, name: str) -> Array:
+    """As float32; what is too large for it is infinite."""
+    if type(values) is np.ndarray and values.dtype == _F32:
+        return values
+    try:
+        with np.errstate(over="ignore"):
+            return np.asarray(values, _F32)
+    except (TypeError, ValueError, OverflowError):
+        raise DraftError(f"{name} are an array of numbers, of one length in each axis") from None
 
 
 def _total(*columns: Array) -> Array:

@@ -17,14 +17,15 @@ always a prefix of its drafts, so it is a number.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench.errors import DraftError
-from workbench.spec.cost_table import CostTable
+from workbench.spec.cost_table import CostTable, check_table
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -79,8 +80,10 @@ class Situation:
                 f"stale and live confidences of {len(drafted)} requests are [requests, slots], "
                 f"not {list(stale.shape)} and {list(live.shape)}"
             )
-        if self.most_rows is not None and self.most_rows < 0:
-            raise DraftError(f"the most rows of a verification are 0 or more, not {self.most_rows}")
+        if self.most_rows is not None and not _count(self.most_rows):
+            raise DraftError(
+                f"the most rows of a verification are 0 or more, not {self.most_rows!r:.60}"
+            )
         if not len(drafted):
             return
         if not (drafted.min() >= 0 and drafted.max() <= stale.shape[1]):
@@ -89,6 +92,24 @@ class Situation:
             raise DraftError(f"rows that are no drafts are 0 or more, not {plain.tolist()}")
         if known is not None and not ((known >= 0) & (known <= drafted)).all():
             raise DraftError("of each request 0 to all of its drafts are known to be accepted")
+
+    @classmethod
+    def of_step(
+        cls, drafted: Ints, plain: Ints, samples: NDArray[np.bool_], stale: Floats, live: Floats
+    ) -> Situation:
+        """Of arrays that are right as they are, and given up to it: the decode loop's, whose time
+        checking them again would take. None of them is copied."""
+        made = object.__new__(cls)
+        put = object.__setattr__
+        for name, values in (
+            ("drafted", drafted), ("plain", plain), ("samples", samples), ("stale", stale),
+            ("live", live),
+        ):  # fmt: skip
+            values.flags.writeable = False
+            put(made, name, values)
+        put(made, "most_rows", None)
+        put(made, "known", None)
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -185,7 +206,7 @@ def budget_of(
         The budget, and this objective for every budget; float64 ``[B + 1]``.
 
     Raises:
-        DraftError: shapes do not fit.
+        DraftError: shapes do not fit, or a subclass of the table gives times that are no numbers.
     """
     requests = len(survival)
     if not len(drafted) == len(samples) == len(plain) == requests:
@@ -203,7 +224,10 @@ def budget_of(
         after += sampling
     first = int(np.sum(plain))
     objective = expected / (table.verify_span(first, largest + 1) + table.draft_ms(requests))
-    return int(objective.argmax()), objective
+    budget = int(objective.argmax())  # of the first NaN, where there is one
+    if not isfinite(objective[budget]):
+        raise DraftError("the cost table gives times by which no budget can be weighed")
+    return budget, objective
 
 
 def allocate(live_survival: Floats, drafted: Ints, budget: int) -> Ints:
@@ -249,8 +273,8 @@ class Fixed:
 
     def __post_init__(self) -> None:
         """Check the number."""
-        if self.drafts is not None and self.drafts < 0:
-            raise DraftError(f"a fixed number of drafts is 0 or more, not {self.drafts}")
+        if self.drafts is not None and not _count(self.drafts):
+            raise DraftError(f"a fixed number of drafts is 0 or more, not {self.drafts!r:.60}")
 
     @property
     def name(self) -> str:
@@ -262,7 +286,7 @@ class Fixed:
         if self.drafts is None:
             admitted, reason = situation.drafted.copy(), "all drafts"
         else:
-            admitted = np.minimum(situation.drafted, self.drafts)
+            admitted = np.minimum(situation.drafted, min(self.drafts, situation.live.shape[1]))
             reason = f"at most {self.drafts} drafts a request"
         return Decision(admitted=admitted, budget=int(admitted.sum()), reason=reason)
 
@@ -289,12 +313,18 @@ class Adaptive:
     table: CostTable
     name = "adaptive"
 
+    def __post_init__(self) -> None:
+        """Check the table."""
+        check_table(self.table, f"policy {self.name}")
+
     def decide(self, situation: Situation) -> Decision:
         """Most expected tokens a millisecond.
 
         Raises:
             DraftError: a confidence of a drafted slot is no probability.
         """
+        if len(situation.drafted) == 1:
+            return _alone(situation, self.table)
         stale = survival(situation.stale, situation.drafted)
         live = survival(situation.live, situation.drafted)
         return _best(situation, stale, live, self.table)
@@ -311,6 +341,10 @@ class Oracle:
 
     table: CostTable
     name = "oracle"
+
+    def __post_init__(self) -> None:
+        """Check the table."""
+        check_table(self.table, f"policy {self.name}")
 
     def decide(self, situation: Situation) -> Decision:
         """Most tokens a millisecond.
@@ -329,6 +363,36 @@ class Oracle:
         return _best(situation, known, known, self.table)
 
 
+def check_policy(policy: object) -> None:
+    """Raise DraftError unless this is a policy: it can be asked, and has a name.
+
+    A name that fails is one: :func:`name_of` has another for it.
+    """
+    if isinstance(policy, type):
+        raise DraftError(
+            f"a policy is asked as an object, and {policy.__name__} is its class; give "
+            f"{policy.__name__}(...)"
+        )
+    try:
+        asked = callable(policy.decide)  # type: ignore[attr-defined]
+        named = "name" in dir(policy) or hasattr(policy, "name")
+    except Exception:  # a user's code may raise anything
+        asked = named = False
+    if not (asked and named):
+        raise DraftError(
+            f"a policy has a name and decide(situation), and {type(policy).__name__} lacks "
+            "one; take Fixed(), Adaptive(table) or write one"
+        )
+
+
+def name_of(policy: object) -> str:
+    """A policy's name, on one line of at most 80 characters; its type's where it has none."""
+    try:
+        return _line(policy.name, 80)  # type: ignore[attr-defined]
+    except Exception:  # a user's code may raise anything
+        return type(policy).__name__
+
+
 _OURS = (Fixed, NoDrafts, Adaptive, Oracle)
 
 
@@ -340,18 +404,20 @@ def checked(policy: Policy, situation: Situation) -> Decision:
     survival, where it has them, have their shapes and no NaN. A policy that does not return at all
     cannot be helped.
     """
+    # What is ours is sound as it is made; checking it is a tenth of what deciding costs.
+    ours = type(policy) in _OURS
+    # A policy that insists can write to the situation; what it returns is held to this.
+    drafted = situation.drafted if ours else situation.drafted.copy()
+    shape = situation.live.shape
     try:
         decision = policy.decide(situation)
-        # What is ours is sound as it is made; checking it is a tenth of what deciding costs.
-        return decision if type(policy) in _OURS else _sound(decision, situation)
+        return decision if ours else _sound(decision, drafted, shape)
     except Exception as error:  # a user's code may raise anything
-        fixed = Fixed().decide(situation)
-        words = _words(error)
-        name = type(policy).__name__
-        with contextlib.suppress(Exception):  # a name that fails is the least of it
-            name = str(policy.name)
-        reason = f"policy {name} failed: {words}; fixed verification in its place"
-        return replace(fixed, reason=reason, failed=True)
+        reason = (
+            f"policy {name_of(policy)} failed: {_words(error)}; fixed verification in its place"
+        )
+        admitted = drafted.copy()
+        return Decision(admitted=admitted, budget=int(admitted.sum()), reason=reason, failed=True)
 
 
 def _best(situation: Situation, expected: Floats, ranked: Floats, table: CostTable) -> Decision:
@@ -363,14 +429,61 @@ def _best(situation: Situation, expected: Floats, ranked: Floats, table: CostTab
         budget=budget,
         objective=objective,
         survival=ranked,
-        reason=f"{budget} of {int(s.drafted.sum())} drafts give the most tokens a millisecond",
+        reason=_reason(budget, int(s.drafted.sum())),
     )
 
 
-def _sound(decision: object, situation: Situation) -> Decision:
+def _alone(situation: Situation, table: CostTable) -> Decision:
+    """:func:`_best` of a single request, number by number, with the same results to the last bit.
+
+    For so few numbers a call of numpy costs more than the arithmetic, and a step of one sequence is
+    so short that it counts.
+    """
+    s = situation
+    drafted, slots = int(s.drafted[0]), s.live.shape[1]
+    largest = drafted if s.most_rows is None else min(drafted, max(0, s.most_rows - 1))
+    stale, live = _products(s.stale[0], drafted), _products(s.live[0], drafted)
+    if stale is None or live is None:  # one is no probability: say which
+        stale = survival(s.stale, s.drafted)[0].tolist()
+        live = survival(s.live, s.drafted)[0].tolist()
+    samples = int(s.samples[0])
+    draft_ms = table.draft_ms(1)
+    costs = table.verify_span(int(s.plain[0]), largest + 1).tolist()
+    objective = [samples / (costs[0] + draft_ms)]
+    total, budget = 0.0, 0
+    for b in range(1, largest + 1):
+        total += stale[b - 1]
+        objective.append((total + samples) / (costs[b] + draft_ms))
+        if objective[b] > objective[budget]:
+            budget = b
+    return Decision(
+        admitted=np.array([budget]),
+        budget=budget,
+        objective=np.array(objective),
+        survival=np.array([live + [-np.inf] * (slots - drafted)]),
+        reason=_reason(budget, drafted),
+    )
+
+
+def _products(confidences: Floats, drafted: int) -> list[float] | None:
+    """Running product of the drafted slots' confidences; None if one is no probability."""
+    product, products = 1.0, []
+    for c in confidences[:drafted].tolist():
+        if not 0.0 <= c <= 1.0:
+            return None
+        product *= c
+        products.append(product)
+    return products
+
+
+def _reason(budget: int, drafted: int) -> str:
+    return f"{budget} of {drafted} drafts give the most tokens a millisecond"
+
+
+def _sound(decision: object, drafted: Ints, shape: tuple[int, ...]) -> Decision:
     if not isinstance(decision, Decision):
         raise DraftError(f"it returned {type(decision).__name__}, not a Decision")
-    admitted, drafted = np.asarray(decision.admitted), situation.drafted
+    admitted = np.asarray(decision.admitted)
     if admitted.shape != drafted.shape:
         raise DraftError(
             f"it admitted drafts of shape {list(admitted.shape)} for {len(drafted)} requests"
@@ -393,18 +506,16 @@ def _sound(decision: object, situation: Situation) -> Decision:
     ranked = decision.survival
     if ranked is not None:
         ranked = np.asarray(ranked, np.float64)
-        if ranked.shape != situation.live.shape:
-            raise DraftError(
-                f"its survival has shape {list(ranked.shape)}, not {list(situation.live.shape)}"
-            )
-    if np.isnan(objective).any() or (ranked is not None and np.isnan(ranked).any()):
-        raise DraftError("its objective or survival is NaN")
+        if ranked.shape != shape:
+            raise DraftError(f"its survival has shape {list(ranked.shape)}, not {list(shape)}")
+    if not np.isfinite(objective).all() or (ranked is not None and np.isnan(ranked).any()):
+        raise DraftError("its objective is not finite, or its survival is NaN")
     return Decision(
         admitted=admitted,
         budget=int(decision.budget),
         objective=objective,
         survival=ranked,
-        reason=str(decision.reason),
+        reason=_line(decision.reason, 200),
     )
 
 
@@ -412,17 +523,31 @@ def _words(error: Exception) -> str:
     """What an error says, on one line and of bounded length: the view has no more room."""
     kind, text = type(error).__name__, ""
     with contextlib.suppress(Exception):  # a user's error may not even say what it is
-        text = " ".join(str(error).split())
+        text = _line(error, 200)
     if isinstance(error, DraftError) and text:
         return text
     return f"{kind}: {text}"[:200] if text else kind
+
+
+def _line(value: object, most: int) -> str:
+    """Its text on one line, cut where it is longer: views and traces have no more room."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _count(value: object) -> bool:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and value >= 0  # type: ignore[operator]
 
 
 def _read_only(situation: Situation, name: str, dtype: Any) -> NDArray[Any]:
     """Put a view in place that a policy cannot write to: the loop goes on with the same arrays."""
     given = getattr(situation, name)
     if type(given) is not np.ndarray or given.dtype != dtype:
-        given = np.asarray(given)
+        try:
+            given = np.asarray(given)
+        except ValueError:
+            raise DraftError(f"{name} are an array of one length in each axis") from None
         if dtype is np.int64 and given.size and given.dtype.kind not in "iu":
             raise DraftError(f"{name} are whole numbers, not {given.dtype}")
         given = given.astype(dtype, copy=False)

@@ -32,10 +32,9 @@ from workbench.spec.bench_runs import (
 from workbench.spec.costs import ROWS, costs
 from workbench.spec.drafter import Drafter
 from workbench.spec.metrics import Acceptance, repeated
-from workbench.spec.profile import MOST_REQUESTS
+from workbench.spec.profile import CONTEXT, MOST_REQUESTS
 from workbench.spec.rates import over
 
-CONTEXT = 256  # tokens behind which costs are measured
 COST_ROUNDS = 40
 
 
@@ -183,7 +182,14 @@ def bench(
     _check("concurrency", concurrency, 1, MOST_REQUESTS)
     run = Turns(beam, drafter, prompts, speculative_tokens, max_new_tokens, concurrency)
     room = min(beam.config.max_position_embeddings, drafter.limit)
-    context = min(CONTEXT, room - max(*ROWS, run.drafts + 1) - 1)
+    rows = max(*ROWS, run.drafts + 1)
+    context = min(CONTEXT, room - rows - 1)
+    if context < 1:
+        raise DraftError(
+            f"costs are measured behind a context of at least 1 token and with {rows} rows of a "
+            f"sequence, and {beam.name} with {drafter.name} holds {room} tokens; bench a larger "
+            "model, or fewer drafts"
+        )
     target_ms: dict[int, float] = {}
     draft_ms: float | None = None
     interrupted = False

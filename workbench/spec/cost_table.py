@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from math import isfinite
 from typing import Any, TypeAlias, overload
 
 import numpy as np
@@ -25,6 +24,10 @@ _Curves: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 # No pass is free: a verify cost of 0 would make any number of tokens infinitely worth while.
 LEAST_DRAFT_MS = 0.0
 LEAST_VERIFY_MS = 1e-6
+
+# Of no pass here; beyond them sums overflow and neighbouring sizes are the same float64.
+MOST_MS = 1e9
+MOST_SIZE = 1 << 24
 
 # Lookups are read from a list of every size up to this one, kept as far as it was asked for.
 _LISTED = 1 << 20
@@ -46,7 +49,7 @@ class CostTable:
 
     Raises:
         DraftError: a curve is empty, its sizes do not rise from at least 1, or a time is not a
-            finite number from 0 on.
+            number from 0 to ``MOST_MS``.
     """
 
     draft: Curve
@@ -58,12 +61,13 @@ class CostTable:
 
     def __post_init__(self) -> None:
         """Check the curves and raise what falls."""
-        if not _whole(self.captured) or self.captured < 0:
+        if not _whole(self.captured) or not 0 <= self.captured <= MOST_SIZE:
             raise DraftError(
-                f"the largest captured size is a number from 0 on, not {self.captured!r}"
+                f"the largest captured size is a number from 0 to {MOST_SIZE:,}, "
+                f"not {_cut(self.captured)}"
             )
         if not isinstance(self.label, str):
-            raise DraftError(f"a cost table's label is text, not {self.label!r}")
+            raise DraftError(f"a cost table's label is text, not {_cut(self.label)}")
         draft, verify = _rising(self.draft, "draft"), _rising(self.verify, "verify")
         put = object.__setattr__  # the dataclass is frozen for everybody else
         put(self, "draft", draft)
@@ -197,6 +201,15 @@ class CostTable:
         return np.maximum(found, (LEAST_DRAFT_MS, LEAST_VERIFY_MS)[which])
 
 
+def check_table(table: object, whose: str) -> None:
+    """Raise DraftError unless this is a cost table, which ``whose`` needs."""
+    if not isinstance(table, CostTable):
+        raise DraftError(
+            f"{whose} needs a CostTable for its times, not {table!r:.60}; measure one with "
+            "workbench.spec.profile.profile, or take a recorded one"
+        )
+
+
 def _rising(curve: Any, name: str) -> Curve:
     try:
         points = tuple((size, ms) for size, ms in curve)
@@ -205,12 +218,13 @@ def _rising(curve: Any, name: str) -> Curve:
     if not points:
         raise DraftError(f"the {name} curve is empty: time at least one size")
     for size, ms in points:
-        if not _whole(size) or size < 1:
-            raise DraftError(f"sizes of the {name} curve are whole numbers from 1 on, not {size!r}")
-        if not _time(ms):
+        if not _whole(size) or not 1 <= size <= MOST_SIZE:
             raise DraftError(
-                f"times of the {name} curve are finite milliseconds from 0 on, not {ms!r} at {size}"
+                f"sizes of the {name} curve are whole numbers from 1 to {MOST_SIZE:,}, "
+                f"not {_cut(size)}"
             )
+        if not _time(ms):
+            raise _no_time(name, ms, size)
     if any(a >= b for (a, _), (b, _) in pairwise(points)):
         raise DraftError(f"sizes of the {name} curve must rise, each given once")
     sizes, times = zip(*points, strict=True)
@@ -223,10 +237,7 @@ def _medians(samples: Mapping[int, Sequence[float]], name: str) -> Curve:
             raise DraftError(f"the {name} curve has no time at size {size}")
         for ms in times:  # a median would hide one that is no time
             if not _time(ms):
-                raise DraftError(
-                    f"times of the {name} curve are finite milliseconds from 0 on, "
-                    f"not {ms!r} at {size}"
-                )
+                raise _no_time(name, ms, size)
     return tuple((size, float(statistics.median(samples[size]))) for size in sorted(samples))
 
 
@@ -242,4 +253,19 @@ def _whole(value: object) -> bool:
 def _time(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return False
-    return isfinite(value) and bool(value >= 0)
+    return bool(0 <= value <= MOST_MS)
+
+
+def _no_time(name: str, ms: object, size: object) -> DraftError:
+    return DraftError(
+        f"times of the {name} curve are milliseconds from 0 to {MOST_MS:,.0f}, "
+        f"not {_cut(ms)} at {_cut(size)}"
+    )
+
+
+def _cut(value: object) -> str:
+    """What a value is in a sentence: an int of thousands of digits cannot even be written."""
+    try:
+        return f"{value!r:.60}"
+    except ValueError:
+        return "a number of thousands of digits"

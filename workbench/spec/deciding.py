@@ -14,7 +14,16 @@ import numpy as np
 
 from workbench.errors import DraftError
 from workbench.spec.acceptance import Array, Estimator
-from workbench.spec.adaptive import Decision, Floats, Ints, Policy, Situation, checked
+from workbench.spec.adaptive import (
+    Decision,
+    Floats,
+    Ints,
+    Policy,
+    Situation,
+    check_policy,
+    checked,
+    name_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,11 +54,9 @@ class Decider:
         Raises:
             DraftError: this is no policy, or an estimator for other drafts.
         """
-        if not callable(getattr(policy, "decide", None)) or not hasattr(policy, "name"):
-            raise DraftError(
-                f"a policy has a name and decide(situation), and {type(policy).__name__} lacks "
-                "one; take Fixed(), Adaptive(table) or write one"
-            )
+        check_policy(policy)
+        if estimator is not None and not isinstance(estimator, Estimator):
+            raise DraftError(f"estimator must be an Estimator or None, not {estimator!r:.60}")
         if estimator is not None and estimator.slots != slots:
             raise DraftError(
                 f"the estimator is for {estimator.slots} drafts a step, and here are {slots}; give "
@@ -66,10 +73,7 @@ class Decider:
     @property
     def name(self) -> str:
         """The policy's, however odd it is."""
-        try:
-            return str(self.policy.name) or "unnamed"
-        except Exception:  # a user's code may raise anything
-            return type(self.policy).__name__
+        return name_of(self.policy) or "unnamed"
 
     def decide(
         self, requests: Sequence[int], drafted: Sequence[int], scores: Array, temperature: float
@@ -94,13 +98,8 @@ class Decider:
         if len(self._ones) != len(requests):
             self._ones = np.ones(len(requests), np.int64)
             self._yes = np.ones(len(requests), np.bool_)
-        situation = Situation(
-            drafted=np.array(drafted, np.int64),
-            plain=self._ones,
-            samples=self._yes,
-            stale=stale,
-            live=live,
-        )
+        room = np.array(drafted, np.int64)
+        situation = Situation.of_step(room, self._ones, self._yes, stale, live)
         decision = checked(self.policy, situation)
         self._of, self._last = list(requests), live
         self._asked = predicted, features

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, isfinite
+from sys import float_info
 from typing import Literal
 
 import numpy as np
 
 from workbench.errors import DraftError
 from workbench.spec.adaptive import Floats, Ints
-from workbench.spec.cost_table import CostTable
+from workbench.spec.cost_table import CostTable, check_table
 from workbench.spec.step import Step
 
 Pass = Literal["draft", "verify"]
@@ -101,11 +102,12 @@ def drift(
     Raises:
         DraftError: ``window`` or ``limit`` is out of its range.
     """
+    check_table(table, "a drift")
     if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1:
         raise DraftError(f"a drift is judged by a window of at least 1 pass, not {window!r:.40}")
     if isinstance(limit, bool) or not isinstance(limit, int | float | np.floating):
         raise DraftError(f"a drift's limit is a number above 0, not {limit!r:.40}")
-    if not (isfinite(limit) and limit > 0):
+    if not 0 < limit <= float_info.max:
         raise DraftError(f"a drift's limit is a number above 0, not {limit!r:.40}")
     drafts: list[tuple[int, float]] = []
     passes: list[tuple[int, float]] = []

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from workbench.errors import DraftError
 from workbench.spec.adaptive import Floats, Ints, allocate, budget_of, survival
-from workbench.spec.cost_table import CostTable
+from workbench.spec.cost_table import CostTable, check_table
 from workbench.spec.step import RequestStep, Step
 
 _IN_ITS_PLACE = "; fixed verification in its place"  # how ``adaptive.checked`` ends its reason
@@ -73,6 +73,9 @@ def hindsight(step: Step, table: CostTable, known: ArrayLike | None = None) -> H
         DraftError: a prefill; ``known`` has another shape, or contradicts the verdicts; or a
             trimmed draft's survival is needed and the step has no confidence of it.
     """
+    check_table(table, "hindsight")
+    if not isinstance(step, Step):
+        raise DraftError(f"hindsight is of a Step, not {step!r:.60}")
     if step.phase != "decode":
         raise DraftError(f"step {step.index} reads a prompt, it has no drafts to choose among")
     parts = step.requests
@@ -113,7 +116,10 @@ def _room(part: RequestStep) -> int:
 
 
 def _verdicts(known: ArrayLike, parts: Sequence[RequestStep]) -> list[int]:
-    given = np.asarray(known)
+    try:
+        given = np.asarray(known)
+    except ValueError:
+        raise DraftError("known says a whole number of each request, no lists") from None
     if given.shape != (len(parts),) or given.dtype.kind not in "iu":
         raise DraftError(
             f"known says of each of the step's {len(parts)} requests how many drafts the target "

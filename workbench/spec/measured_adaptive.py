@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
+from sys import float_info
 from typing import Any
 
 from workbench.errors import TraceError
@@ -81,7 +81,7 @@ def measured_adaptive(path: str | Path | None = None) -> MeasuredAdaptive:
     file = RECORDED / _FILE if path is None else Path(path)
     try:
         data = json.loads(read_text(str(file)))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
         raise TraceError(f"{file} is not JSON ({error}); write it anew") from error
     if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
         raise TraceError(f"{file} has not the schema {SCHEMA!r}; benchmarks/adaptive_cpu.py has it")
@@ -123,7 +123,7 @@ def _run(data: Mapping[str, Any], where: str) -> MeasuredRun:
 def _number(value: Any, name: str, where: str) -> float | None:
     if value is None:
         return None
-    real = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if not real or value < 0:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not real or not 0 <= value <= float_info.max:
         raise TraceError(f"{where}: {name} must be a number from 0 on, not {value!r:.40}")
     return float(value)

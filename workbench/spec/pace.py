@@ -56,6 +56,7 @@ def pace(steps: Sequence[Step], window: int = 16) -> Pace:
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise DraftError(f"a window is a whole number of steps from 1 on, not {window!r:.40}")
     some = [step for step in steps if step.phase == "decode"]
+    window = max(1, min(window, len(some)))  # no larger one looks any further back
     drafted, admitted, accepted, events, tokens = np.array(
         [
             (

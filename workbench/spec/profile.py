@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from workbench.errors import DraftError, WorkbenchError
-from workbench.files import cache_folder, write_whole
+from workbench.files import cache_folder, read_json, write_whole
 from workbench.hardware import cpu_name, versions
 from workbench.model.beam import Beam
 from workbench.model.prompts import prompt_ids
 from workbench.model.sampling import Sampling
 from workbench.spec.adaptive import Decision, Ints, Situation
-from workbench.spec.asked import check_pair, check_whole
+from workbench.spec.asked import check_kinds, check_pair, check_whole
 from workbench.spec.bench_prompts import PROMPTS
 from workbench.spec.cost_table import CostTable
 from workbench.spec.decode import decode
@@ -36,6 +36,7 @@ from workbench.spec.step import Step
 
 ROUNDS = 5  # steps of each size, of which the median is taken
 MOST_REQUESTS = 512
+CONTEXT = 256
 STEPS = 2  # sizes measured for each row more of all sequences
 SCHEMA = "workbench-cost-table/2"
 _GREEDY = Sampling()
@@ -49,7 +50,7 @@ def profile(
     *,
     requests: int,
     drafts: int | None = None,
-    context: int = 256,
+    context: int | None = None,
     sampling: Sampling = _GREEDY,
     rounds: int = ROUNDS,
     progress: Progress | None = None,
@@ -64,7 +65,8 @@ def profile(
     Args:
         requests: the most sequences decoded together.
         drafts: draft tokens a step; as many as the drafter was trained with when None.
-        context: tokens of each sequence before the first step; each goes on from there.
+        context: tokens of each sequence before the first step; each goes on from there. 256 when
+            None, or half of what the models hold where that is less.
         sampling: how tokens are picked: judging drafts at a temperature costs more.
         rounds: steps of each size.
         progress: told steps done and of how many.
@@ -72,14 +74,25 @@ def profile(
             one kept, in the user's cache folder (``$BEAM_WORKBENCH_CACHE``).
 
     Raises:
-        DraftError: a setting out of range, or contexts that do not fit the models.
+        PromptError, DraftError: a setting of the wrong kind or out of range, or contexts that do
+            not fit the models.
     """
+    check_kinds(beam, sampling, None, None)
     check_pair(beam, drafter)
     check_whole("requests", requests, 1, MOST_REQUESTS)
     check_whole("rounds", rounds, 1)
     count = drafter.block - 1 if drafts is None else drafts
     check_whole("drafts", count, 1, MOST_DRAFTS)
-    limit = min(beam.config.max_position_embeddings, drafter.limit) - count - 1
+    # Behind the context there is its first token, and then a step whose drafts all have room.
+    positions = min(beam.config.max_position_embeddings, drafter.limit)
+    limit = positions - count - 2
+    if limit < 1:
+        raise DraftError(
+            f"{count} drafts a step leave no room for a context in the {positions} positions of "
+            f"{beam.name} with {drafter.name}; ask for fewer drafts"
+        )
+    if context is None:
+        context = max(1, min(CONTEXT, positions // 2, limit))
     check_whole("context", context, 1, limit)
     file = (
         cache_folder()
@@ -173,7 +186,7 @@ def _timed(
             beam,
             drafter,
             ids,
-            max_new_tokens=(len(part) + 1) * (drafts + 1),
+            max_new_tokens=min((len(part) + 1) * (drafts + 1), limit - context),
             speculative_tokens=drafts,
             sampling=sampling,
             stop_at_eos=False,
@@ -227,9 +240,9 @@ def _key(beam: Beam, drafter: Drafter, sampling: Sampling, *settings: int) -> st
 def _read(file: Path) -> CostTable | None:
     """The table kept in a file; None where there is none that can be used."""
     try:
-        data = json.loads(file.read_text("utf-8"))
+        data = read_json(file)
         if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
             return None
         return CostTable.from_dict(data)
-    except (OSError, ValueError, DraftError):
+    except WorkbenchError:
         return None  # measured anew

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from workbench.spec.trace import Trace
 
 _ENDLESS = 1 << 40  # tokens a sequence may still get where no limit is known
 _MOST_POSITIONS = 1 << 24
+_MOST_SCORE = float(np.finfo(np.float32).max)
+_LEAST_TEMPERATURE = 1e-5  # above 0: as of model.sampling, which needs torch
 
 # How a record of steps is filled in, for those who are to be told.
 STAND_IN = (
@@ -100,7 +103,7 @@ class Recording:
             if trace.mode == "steps":
                 return _of_steps(trace, temperature, label, seed)
             return _of_positions(trace.positions, temperature, label)
-        positions = tuple(trace)
+        positions = tuple(trace) if isinstance(trace, Iterable) else (trace,)
         if not all(isinstance(p, Position) for p in positions):
             raise TraceError("a replay takes a Trace, or positions of an every-position record")
         return _of_positions(positions, 0.0, "recorded: positions")
@@ -285,6 +288,13 @@ def _judged(
             if not candidates:
                 return None, None
             scores = np.array([blocks[i].scores for i in rows])
+            wrong = ~(np.abs(scores) <= _MOST_SCORE).all((1, 2))
+            if wrong.any():
+                at = blocks[rows[int(wrong.argmax())]].position
+                raise TraceError(
+                    f"a block at position {at} has a score beyond float32, in which "
+                    "drafters score; the trace is damaged, record it again"
+                )
             features[rows, :width] = log_odds(scores, temperature)
             z = scores / (temperature or 1.0)
             # The walk was greedy: what it took is the candidate of the highest score.
@@ -299,7 +309,10 @@ def _judged(
 def _temperature(header: Mapping[str, Any]) -> float:
     sampling = header.get("sampling")
     value = sampling.get("temperature", 0.0) if isinstance(sampling, Mapping) else 0.0
-    real = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-    if not real:
-        raise TraceError(f"the trace's header has the temperature {value!r:.40}; it must be >= 0")
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not real or not (value == 0 or _LEAST_TEMPERATURE <= value < inf):
+        raise TraceError(
+            f"the trace's header has the temperature {value!r:.40}; it must be 0 or a number from "
+            f"{_LEAST_TEMPERATURE:g} up, as whatever is sampled has"
+        )
     return float(value)

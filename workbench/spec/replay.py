@@ -27,9 +27,11 @@ from workbench.spec.adaptive import (
     Oracle,
     Policy,
     Situation,
+    check_policy,
     checked,
+    name_of,
 )
-from workbench.spec.cost_table import CostTable
+from workbench.spec.cost_table import CostTable, check_table
 from workbench.spec.positions import Position
 from workbench.spec.recording import BEYOND, STAND_IN, Recording
 from workbench.spec.simulation_result import PlayedSteps, SimulationResult
@@ -76,7 +78,8 @@ def replay(
     Raises:
         TraceError: the trace has no positions or draft steps, or lacks the scores or confidences
             that the policy needs.
-        DraftError: a concurrency below 1, an estimator of another number of slots, no cost table.
+        DraftError: a concurrency below 1, no policy, an estimator of another number of slots, no
+            cost table.
     """
     recording = trace if isinstance(trace, Recording) else Recording.of(trace, seed=seed)
     if concurrency is None:
@@ -115,8 +118,8 @@ def play(
         TraceError, DraftError: as :func:`replay`.
     """
     check_number("concurrency", concurrency)
-    if not isinstance(table, CostTable):
-        raise DraftError(f"a replay needs a CostTable for its times, not {table!r:.60}")
+    check_policy(policy)
+    check_table(table, "a replay")
     slots = recording.slots
     calibrated = _estimator(estimator, policy, recording) if drafting else None
     width, known_at, left_at = recording.width, recording.known, recording.left
@@ -205,7 +208,7 @@ def play(
     return SimulationResult.of(
         PlayedSteps.of(rows_of),
         tpot,
-        policy=_name(policy) if drafting else "none",
+        policy=name_of(policy) if drafting else "none",
         concurrency=places,
         events=events,
         label=f"acceptance {recording.label}; times {table.label or 'of a table without a label'}",
@@ -222,14 +225,6 @@ def check_number(name: str, value: object, least: int = 1, most: int | None = No
     if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
         upto = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise DraftError(f"{name} must be a whole number {upto}, not {value!r:.60}")
-
-
-def _name(policy: Policy) -> str:
-    """A policy's name; its type's where it has none, as in the messages of :func:`checked`."""
-    try:
-        return str(policy.name)
-    except Exception:  # a user's code may raise anything
-        return type(policy).__name__
 
 
 def _confidences(
@@ -251,7 +246,7 @@ def _estimator(asked: Calibration, policy: Policy, recording: Recording) -> Esti
     if asked is None:
         if recording.confidences is None and not blind:
             raise TraceError(
-                f"{recording.label} has no confidences, which policy {_name(policy)} decides by; "
+                f"{recording.label} has no confidences, which policy {name_of(policy)} decides by; "
                 "record it again with detail"
             )
         return None

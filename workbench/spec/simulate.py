@@ -32,6 +32,9 @@ from workbench.spec.simulation_result import SimulationResult
 
 Origin = Literal["measured", "recorded", "modelled"]
 MOST_CONCURRENCY = 512
+MOST_REQUESTS = 1_000_000  # of one simulation, which keeps every step
+_MOST_SPREAD = 1_000_000  # of log-odds, far beyond what a probability tells apart
+_MOST_ODDS = 1 << 26  # numbers of a recording made up: half a gigabyte in float64
 DEFAULT_TABLE = "h200-rank"
 
 # Of blocks that beam-tiny's drafter made on the eight prompts of ``bench_prompts``, greedily, 128
@@ -86,7 +89,7 @@ def cost_table(name: str) -> NamedTable:
         )
     try:
         data = json.loads(read_text(str(where)))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
         raise DraftError(f"{where} is no cost table: it is not JSON ({error})") from error
     if not isinstance(data, Mapping):
         raise DraftError(f"{where} is no cost table: give an object with draft and verify curves")
@@ -142,14 +145,26 @@ def parametric(
     check_number("requests", requests)
     check_number("tokens", tokens)
     check_number("seed", seed, 0)
-    rates = np.asarray(acceptance, np.float64)
+    try:
+        rates = np.asarray(acceptance, np.float64)
+        spreads = np.array([between, within, slope, intercept], np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise DraftError("acceptance, spreads, slope and intercept are numbers") from None
     if rates.ndim != 1 or not rates.size or not ((rates > 0) & (rates < 1)).all():
         raise DraftError(
             f"acceptance is a probability between 0 and 1 for each slot, not {acceptance!r:.80}"
         )
-    spreads = np.array([between, within, slope, intercept], np.float64)
-    if not np.isfinite(spreads).all() or min(between, within) < 0 or slope <= 0:
-        raise DraftError("spreads are at least 0 and the slope above 0, all of them finite")
+    if (numbers := requests * (tokens + rates.size) * rates.size) > _MOST_ODDS:
+        raise DraftError(
+            f"{requests:,} requests of {tokens:,} tokens and {rates.size} slots are {numbers:,} "
+            f"numbers, more than are made up at once ({_MOST_ODDS:,}); ask for fewer"
+        )
+    # Written so that NaN, too, is outside.
+    if not (np.abs(spreads) <= _MOST_SPREAD).all() or min(between, within) < 0 or slope < 1e-6:
+        raise DraftError(
+            "spreads are at least 0 and the slope at least 1e-06, all of them and the intercept at "
+            f"most {_MOST_SPREAD:,}"
+        )
     slots = len(rates)
     rng = np.random.default_rng(seed)
     hard = between * rng.standard_normal((requests, 1))
@@ -167,6 +182,8 @@ def parametric(
         odds[:, :, k] = part + b
         reached &= part - bar[:, k : k + tokens] > -b
         known += reached
+    with np.errstate(over="ignore"):  # exp of a large number is inf, and the confidence 0
+        confidences = 1 / (1 + np.exp(-odds.reshape(-1, slots)))
     first = np.arange(requests) * tokens
     flat = odds.reshape(-1, slots)
     positions = requests * tokens
@@ -179,7 +196,7 @@ def parametric(
         sure=np.full(positions, slots),
         own=np.ones(positions, np.bool_),
         features=((flat - intercept) / slope).astype(np.float32),
-        confidences=1 / (1 + np.exp(-flat)),
+        confidences=confidences,
         label=label,
     )
 
@@ -228,15 +245,16 @@ def simulate(
         source: of a trace (:meth:`Recording.of`), or :func:`parametric`.
         policy, table, estimator, drafting, most_rows: as for :func:`replay`.
         concurrency: sequences decoded together, 1 to 512.
-        requests: how many, drawn with replacement; the first ``concurrency`` join at once. The last
-            ones leave places empty, so many times the concurrency shows steady load.
+        requests: how many, 1 to 1,000,000, drawn with replacement; the first ``concurrency`` join
+            at once. The last ones leave places empty, so many times the concurrency shows steady
+            load.
         seed: of the draw. The same seed is the same requests under every policy.
 
     Raises:
         TraceError, DraftError: as :func:`replay`, or a number out of its range.
     """
     check_number("concurrency", concurrency, 1, MOST_CONCURRENCY)
-    check_number("requests", requests)
+    check_number("requests", requests, 1, MOST_REQUESTS)
     check_number("seed", seed, 0)
     if not isinstance(source, Recording):
         raise DraftError(f"a simulation draws from a Recording, not {source!r:.60}")

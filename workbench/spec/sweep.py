@@ -15,7 +15,8 @@ from workbench.errors import DraftError
 from workbench.spec.cost_table import CostTable
 from workbench.spec.published import Published, published
 from workbench.spec.recording import Recording
-from workbench.spec.simulate import compare, default_requests
+from workbench.spec.replay import check_number
+from workbench.spec.simulate import MOST_CONCURRENCY, compare, default_requests
 from workbench.spec.simulation_result import SimulationResult
 
 __all__ = ["CONCURRENCIES", "Published", "SweepFigures", "SweepRow", "published", "sweep"]
@@ -151,7 +152,13 @@ def sweep(
     Raises:
         TraceError, DraftError: as :func:`compare`, or a concurrency is given twice.
     """
+    if not isinstance(source, Recording):
+        raise DraftError(f"a sweep draws from a Recording, not {source!r:.60}")
+    if not isinstance(concurrencies, Sequence):
+        raise DraftError(f"a sweep takes a list of concurrencies, not {concurrencies!r:.60}")
     asked = list(concurrencies)
+    for concurrency in asked:
+        check_number("concurrency", concurrency, 1, MOST_CONCURRENCY)
     if len(set(asked)) < len(asked):
         raise DraftError(f"a sweep takes each concurrency once, not {asked!r:.80}")
     load = [default_requests(c) if requests is None else requests for c in asked]

@@ -303,7 +303,7 @@ class SurvivalMap {
 class Panel extends Chart {
   constructor(title, legend, drawing, { height = 150, empty = "nothing yet" } = {}) {
     super(title, legend, drawing);
-    Object.assign(this, { height, empty });
+    Object.assign(this, { height, empty, words: "" }); // words: of a drawing that says none
     this.note = make("div", "small");
     this.note.classList.add("bw-adapt-note");
     this.element.append(this.note);
@@ -319,7 +319,7 @@ class Panel extends Chart {
     svg.replaceChildren();
     const box = { left: 38, right: width - 10, top: 16, bottom: height - 34 };
     if (this.figures) {
-      this.note.textContent = this.drawing(svg, box, this.figures) ?? "";
+      this.note.textContent = this.drawing(svg, box, this.figures) ?? this.words;
       return;
     }
     const x = (box.left + box.right) / 2;
@@ -365,8 +365,8 @@ function drawObjective(look) {
 }
 
 // Lines over the last minute of decode steps: fixed verification dashed and faint, any other policy
-// in the chart's colour. Marks say where the policy, or how many decode, changed.
-function drawLine(look, column, color, words, format, under = null) {
+// in one colour. Marks say where the policy, or how many decode, changed.
+function drawLine(look, column, words, format, under = null) {
   const upper = new Ceiling();
   return (svg, box, points) => {
     const known = points.filter((p) => p[column] !== null);
@@ -380,28 +380,37 @@ function drawLine(look, column, color, words, format, under = null) {
     below(svg, box, (box.left + box.right) / 2, "s of decode steps", 1);
     drawChanges(svg, box, changes(points).filter(([t]) => t >= -span), x);
     if (under !== null) {
-      svg.append(line(known.map((p) => [x(p[0]), y(p[under])]), look.neutral, "1 3", 2));
+      svg.append(line(known.map((p) => [x(p[0]), y(p[under])]), look.drafted, "1 3", 2));
     }
     for (const run of runs(known)) {
       const plain = run[0][5] === "fixed";
       const drawn = line(run.map((p) => [x(p[0]), y(p[column])]),
-                         plain ? look.neutral : color, plain ? "5 3" : "", 2);
+                         plain ? look.fixed : look.policy, plain ? "5 3" : "", 2);
       drawn.append(shape("title", {}, run[0][5]));
       svg.append(drawn);
     }
     const last = known[known.length - 1];
-    const end = last?.[5] === "fixed" ? look.neutral : color;
+    const end = last?.[5] === "fixed" ? look.fixed : look.policy;
     if (last) svg.append(point(x(last[0]), y(last[column]), end, "circle"));
     svg.setAttribute("aria-label", last ? `${words}: ${format(last[column])} now` : words);
   };
 }
 
-// Points of one policy and as many sequences, in one piece where it only took turns with another.
+// Whether two policies may be taking turns: one of them then is fixed verification.
+function alternate(policy, other) {
+  return policy === other || policy === "fixed" || other === "fixed";
+}
+
+// Points of one policy and as many sequences, in one piece where it only took turns with fixed.
 function runs(points) {
   const found = [];
   const open = new Map();
   for (const point of points) {
     const key = `${point[5]} ${point[6]}`;
+    for (const [other, run] of open) {
+      const last = run[run.length - 1];
+      if (last[6] !== point[6] || !alternate(last[5], point[5])) open.delete(other);
+    }
     const run = open.get(key);
     if (run && point[0] - run[run.length - 1][0] < GAP) run.push(point);
     else {
@@ -421,7 +430,8 @@ function changes(points) {
     const [before, , , , , old, few] = points[n - 1];
     const soon = (other, at) => points.some((p) =>
       p[5] === other && p[6] === requests && at(p[0] - before) && Math.abs(p[0] - before) < GAP);
-    const turns = soon(policy, (t) => t < 0) || soon(old, (t) => t > 0.01);
+    const turns = alternate(policy, old)
+      && (soon(policy, (t) => t < 0) || soon(old, (t) => t > 0.01));
     if (requests !== few) found.push([before, `${requests} together`]);
     else if (policy !== old && !turns) found.push([before, policy]);
   }
@@ -459,8 +469,8 @@ function drawReliability(look) {
     svg.append(line([[x(0), y(0)], [x(1), y(1)]], look.neutral, "1 3", 1.5));
     const said = [];
     for (const [bins, color, dash, symbol, name] of [
-      [early, look.neutral, "5 3", "diamond", `first ${first} steps`],
-      [late, look.length, "", "circle", "since then"]]) {
+      [early, look.start, "5 3", "diamond", `first ${first} steps`],
+      [late, look.calibrated, "", "circle", "since then"]]) {
       if (bins.count < FEW) {
         if (bins.count) said.push(`${name}: ${bins.count} predictions, too few yet`);
         continue;
@@ -479,6 +489,8 @@ function drawReliability(look) {
     return said.join("; ");
   };
 }
+
+const TRIMMED = "Falls where drafts are trimmed: judge by tokens/s.";
 
 const ABOUT = {
   "tokens/s": "Tokens over the time of the decode steps with this policy and so many sequences, "
@@ -599,21 +611,22 @@ function renderAdaptive({ model, el }) {
     drawObjective(look), { height: 176, empty: "no drafts, or no cost table yet" });
   const trust = new Panel(
     "Are the confidences right?",
-    [["5 3", look.neutral, "diamond", "start"], ["", look.length, "circle", "calibrated"],
+    [["5 3", look.start, "diamond", "start"], ["", look.calibrated, "circle", "calibrated"],
      ["1 3", look.neutral, null, "right"]],
     drawReliability(look), { height: 176 });
   const lines = [
     new Panel("Drafts verified a step",
-      [["", look.survival, null, "not fixed"], ["5 3", look.neutral, null, "fixed"],
-       ["1 3", look.neutral, null, "drafted"]],
-      drawLine(look, 1, look.survival, "drafts verified", tall, 2)),
+      [["", look.policy, null, "not fixed"], ["5 3", look.fixed, null, "fixed"],
+       ["1 3", look.drafted, null, "drafted"]],
+      drawLine(look, 1, "drafts verified", tall, 2)),
     new Panel("Tokens/s, all together",
-      [["", look.chosen, null, "not fixed"], ["5 3", look.neutral, null, "fixed"]],
-      drawLine(look, 3, look.chosen, "tokens a second", tall)),
+      [["", look.policy, null, "not fixed"], ["5 3", look.fixed, null, "fixed"]],
+      drawLine(look, 3, "tokens a second", tall)),
     new Panel("Acceptance length",
-      [["", look.length, null, "not fixed"], ["5 3", look.neutral, null, "fixed"]],
-      drawLine(look, 4, look.length, "acceptance length", (v) => v.toFixed(1))),
+      [["", look.policy, null, "not fixed"], ["5 3", look.fixed, null, "fixed"]],
+      drawLine(look, 4, "acceptance length", (v) => v.toFixed(1))),
   ];
+  const lengths = lines[lines.length - 1];
   const right = make("div", "column");
   right.className = "bw-adapt-right";
   right.append(objective.element, trust.element);
@@ -659,6 +672,7 @@ function renderAdaptive({ model, el }) {
     drawTiles(tiles, message.tiles);
     map.update(message.rows);
     objective.draw(message.objective);
+    lengths.words = message.verdict || TRIMMED;
     for (const chart of lines) chart.draw(message.lines.length ? message.lines : null);
     if (message.reliability) {
       const { early, late: later } = message.reliability;

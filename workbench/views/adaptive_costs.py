@@ -14,13 +14,15 @@ from workbench.spec.cost_table import CostTable
 from workbench.spec.drift import FEWEST, PassDrift, drift
 from workbench.spec.step import Step
 from workbench.views import theme
+from workbench.views.adaptive_figure import HEADING, LINE, figure
 from workbench.views.numbers import plural
 from workbench.views.view import View
 
 _SINGLE, _GRID = 240, 96  # passes drawn on their own, and sizes of a curve, at most
 _FAR = 256  # a curve whose largest size is so many times its smallest has a logarithmic axis
 _STEEP = 16  # and where its largest time is so many times its smallest, both axes are
-_PANELS = (("verify", "the target's token rows"), ("draft", "requests drafted for"))
+_PANELS = (("verify", "the target's token rows"), ("draft", "requests"))
+_PANEL, _TOP, _FOOT = 208, 104, 56  # px
 
 
 def cost_curves(
@@ -43,11 +45,14 @@ def cost_curves(
             title = "Costs of a step: few of them yet"
     sentence = found.sentence.replace(" ×", "\u00a0×").replace(" %", "\u00a0%")
     remark = f" · steps {source} · {sentence}" if told else " · no step measured beside it"
-    fig = theme.figure(
-        title, f"table {table.label or 'without a label'}{remark}", height=392,
-        legend_under_title=True, margin={"l": 62, "r": 16, "t": 128, "b": 56},
-        legend={"traceorder": "normal"}, xaxis={"domain": [0, 0.56]},
-        xaxis2={"domain": [0.66, 1], "anchor": "y2"}, yaxis2={"anchor": "x2"},
+    room = HEADING + LINE * told
+    up = {"domain": [0, _PANEL / (_PANEL + room)]}
+    fig = figure(
+        title, f"table {table.label or 'without a label'}{remark}",
+        height=_TOP + room + _PANEL + _FOOT, legend_under_title=True,
+        margin={"l": 62, "r": 16, "t": _TOP, "b": _FOOT},
+        legend={"traceorder": "normal"}, xaxis={"domain": [0, 0.52]}, yaxis=up,
+        xaxis2={"domain": [0.65, 1], "anchor": "y2"}, yaxis2={"anchor": "x2", **up},
     )  # fmt: skip
     if found.alarm:
         words = f"<b>{theme.plain(title)}</b>"
@@ -62,8 +67,10 @@ def cost_curves(
         heading = "verification" if kind == "verify" else "draft"
         if one.ratio is not None:
             ratio = f"{one.ratio:.2f}" if isfinite(one.ratio) else "∞"
-            heading += f": {ratio} × the table" + (", drifted" if one.drifted else "")
+            # In two lines: the panels stand beside each other on a narrow page too.
+            heading += f"{', drifted' if one.drifted else ''}<br>{ratio} × the table"
         theme.panel_title(fig, panel, heading)
+        fig.layout.annotations[-1].align = "left"
         if one.drifted:
             text = f'<span style="color:{theme.FULL}"><b>{heading}</b></span>'
             fig.layout.annotations[-1].text = text
@@ -146,7 +153,9 @@ def _measured(fig: go.Figure, one: PassDrift, axes: dict[str, str], *, legend: b
             **axes,
         )
     )  # fmt: skip
-    return [ms for _, ms, count in by if count >= 3 or len(by) < 3]
+    sure = [ms for _, ms, count in by if count >= 3 or len(by) < 3]
+    # One slow pass alone does not set the axis.
+    return [ms for _, ms, _ in by if not sure or ms <= 2 * max(sure)]
 
 
 def _grid(sizes: Sequence[int], captured: int, end: int) -> Ints:

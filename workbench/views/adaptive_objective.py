@@ -14,6 +14,7 @@ from workbench.spec.cost_table import CostTable
 from workbench.spec.hindsight import Hindsight, hindsight, policy_failed
 from workbench.spec.step import Step
 from workbench.views import spec_marks, theme
+from workbench.views.adaptive_figure import figure
 from workbench.views.numbers import plural
 from workbench.views.view import View
 
@@ -53,7 +54,7 @@ def objective_curve(
     drafted = sum(len(part.drafted) for part in step.requests)
     if step.phase != "decode" or not drafted:
         why = "a prefill drafts nothing" if step.phase != "decode" else "nothing was drafted"
-        fig = theme.figure(title, source, height=220)
+        fig = figure(title, source, height=220)
         spec_marks.nothing(fig, why)
         return View(figure=fig, text=f"budget of step {step.index}: {why}")
     found, unknown = _hindsight(step, table, known)
@@ -62,7 +63,7 @@ def objective_curve(
     why = f"{step.policy}: {step.reason}" if step.policy else "no policy, all there was room for"
     times = table.label or "of a table without a label"
     told = _told(found) if found else f"no hindsight: {unknown}"
-    fig = theme.figure(
+    fig = figure(
         title + (": the policy failed" if failed else ""),
         f"{source} · {step.reason if failed else why} · {told} · times: {times}",
         height=_TOP + _CURVES + _GAP + _COST + _FOOT, legend_under_title=True,

@@ -16,7 +16,13 @@ from workbench.errors import WorkbenchError
 from workbench.spec.adaptive import Policy
 from workbench.spec.loop import Decoding
 from workbench.spec.step import Step
-from workbench.views import spec_marks, theme
+from workbench.views import (
+    adaptive_objective,
+    adaptive_reliability,
+    adaptive_time,
+    spec_marks,
+    theme,
+)
 from workbench.views.adaptive_watch import SPAN, Watch
 from workbench.views.drafting_page import Board
 from workbench.views.drafting_run import Batch, Run
@@ -64,9 +70,14 @@ def look() -> dict[str, Any]:
             for fate, m in spec_marks.SLOTS.items()
         },
         "survival": theme.HEAT,
-        "chosen": theme.SLIDING,
-        "hindsight": theme.FULL,
-        "length": theme.SPARSE,
+        # What a figure of the same has: views.objective_curve, decisions_over_time, reliability.
+        "chosen": adaptive_objective.EXPECTED,
+        "hindsight": adaptive_objective.HINDSIGHT,
+        "policy": adaptive_time.COLOR,
+        "fixed": adaptive_time.AGAINST,
+        "drafted": adaptive_time.DRAFTED,
+        "start": adaptive_reliability.START,
+        "calibrated": adaptive_reliability.CALIBRATED,
         "neutral": theme.NEUTRAL,
         "span": SPAN,
     }

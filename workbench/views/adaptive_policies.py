@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from workbench.spec.simulation_result import SimulationResult
 from workbench.spec.sweep import Figure, SweepRow
 from workbench.views import spec_marks, theme
+from workbench.views.adaptive_figure import HEADING, figure
 from workbench.views.numbers import plural, signed
 from workbench.views.view import View
 
@@ -27,8 +28,15 @@ _MORE = (
     (theme.DRAFTER, "+", "dot", "hexagon-open"),
 )
 _NAMES = {"none": "none (plain)"}
-_ROW, _BETWEEN, _TOP, _FOOT = 30, 64, 100, 84  # px
-_LONGEST = 22  # letters of a policy's name
+_ROW, _BETWEEN, _TOP, _FOOT = 26, 58, 72, 84  # px
+_LONGEST = 18  # letters of a policy's name
+_SHORTER = 0.005  # tokens by which a length is told to be shorter
+_PANELS = (
+    "tokens/s, all requests together: what counts",
+    "TPOT, ms: p50 and p99 (its change)",
+    "drafts lost: wasted + missed",
+    "acceptance length: trimming shortens it",
+)
 
 
 def look(name: str, names: Sequence[str] = ()) -> tuple[str, str, str, str]:
@@ -52,52 +60,42 @@ def policy_comparison(
         DraftError: the results differ in concurrency or number of requests.
     """
     if not results:
-        fig = theme.figure("Policies of verification", source or NOTHING, height=220)
+        fig = figure("Policies of verification", source or NOTHING, height=220)
         spec_marks.nothing(fig, NOTHING)
         return View(figure=fig, text=NOTHING)
     row = SweepRow.of(results)
     count = len(results)
     panel = _ROW * max(2, count)
-    inner = 2 * panel + _BETWEEN
-    up = panel / inner
+    # One above the other: beside each other their words would meet on a narrow page.
+    inner = HEADING + len(_PANELS) * panel + (len(_PANELS) - 1) * _BETWEEN
     # A label with colons and commas of its own: what its parts say is left as it is.
     made = source or f"tokens/s and TPOT modelled, decode steps alone; {row.label}"
     load = f"{plural(row.requests, 'request')}, {row.concurrency:,} together"
-    fig = theme.figure(
-        _title(row), " · ".join([load, made, *_remarks(results)]),
-        height=_TOP + inner + _FOOT, bargap=0.3, barmode="stack",
-        margin={"l": 108, "r": 16, "t": _TOP, "b": _FOOT},
-        legend={"orientation": "v", "x": 0.53, "xanchor": "left", "y": -26 / inner,
+    said = [*_verdict(row), load, made, *_remarks(results)]
+    fig = figure(
+        _title(row), " · ".join(said), height=_TOP + inner + _FOOT, bargap=0.3, barmode="stack",
+        margin={"l": 92, "r": 16, "t": _TOP, "b": _FOOT},
+        legend={"orientation": "v", "x": 0, "xanchor": "left", "y": -26 / inner,
                 "yanchor": "top", "traceorder": "normal"},
-        xaxis={"domain": [0, 0.47], "anchor": "y"}, yaxis={"domain": [1 - up, 1], "anchor": "x"},
-        xaxis2={"domain": [0.53, 1], "anchor": "y2"},
-        yaxis2={"domain": [1 - up, 1], "anchor": "x2"},
-        xaxis3={"domain": [0, 0.47], "anchor": "y3"}, yaxis3={"domain": [0, up], "anchor": "x3"},
-        xaxis4={"domain": [0.53, 1], "anchor": "y4"}, yaxis4={"domain": [0, up], "anchor": "x4"},
     )  # fmt: skip
     names = list(results)
+    shown = [theme.ink(theme.plain(_name(name))) for name in names]
+    for number, title in enumerate(_PANELS, 1):
+        axis = "" if number == 1 else str(number)
+        top = 1 - (HEADING + (number - 1) * (panel + _BETWEEN)) / inner
+        fig.update_layout({
+            f"yaxis{axis}": {"domain": [max(0.0, top - panel / inner), top], "anchor": f"x{axis}",
+                             "tickvals": list(range(count)), "range": [count - 0.4, -0.6],
+                             "ticktext": shown, "showgrid": False},
+            f"xaxis{axis}": {"anchor": f"y{axis}", "nticks": 6},
+        })  # fmt: skip
+        theme.panel_title(fig, number, title)
     _bars(fig, "", names, [r.tokens_per_second for r in results.values()],
           [_rate(row, name) for name in names], room=1.72)  # fmt: skip
     _waiting(fig, row, results)
-    _bars(fig, "3", names, [r.acceptance_length for r in results.values()],
-          [f"{r.acceptance_length:.2f}" for r in results.values()], room=1.3)  # fmt: skip
     _lost(fig, list(results.values()))
-    titles = (
-        "tokens/s, all requests together",
-        "TPOT, ms: p50 and p99 (its change)",
-        "acceptance length (tokens)",
-        "drafts lost: wasted + missed",
-    )
-    for number, title in enumerate(titles, 1):
-        axis = "" if number == 1 else str(number)
-        theme.panel_title(fig, number, title)
-        shown = [theme.ink(theme.plain(_name(name))) for name in names]
-        fig.update_layout({
-            f"yaxis{axis}": {"tickvals": list(range(count)), "range": [count - 0.4, -0.6],
-                             "ticktext": shown, "showgrid": False,
-                             "showticklabels": number % 2 == 1},
-            f"xaxis{axis}": {"nticks": 6},
-        })  # fmt: skip
+    _bars(fig, "4", names, [r.acceptance_length for r in results.values()],
+          [f"{r.acceptance_length:.2f}" for r in results.values()], room=1.3)  # fmt: skip
     return View(figure=fig, text=_text(row, results, made))
 
 
@@ -163,7 +161,7 @@ def _waiting(fig: go.Figure, row: SweepRow, results: Mapping[str, SimulationResu
         for name, r in results.items()
     ]
     _beside(fig, "2", [r.tpot_p99_ms + 0.06 * end for r in results.values()], words)
-    fig.update_layout(xaxis2={"range": [0, end * 2.1]})
+    fig.update_layout(xaxis2={"range": [0, end * 2.3]})
 
 
 def _lost(fig: go.Figure, results: Sequence[SimulationResult]) -> None:
@@ -177,15 +175,15 @@ def _lost(fig: go.Figure, results: Sequence[SimulationResult]) -> None:
         fig.add_trace(
             go.Bar(
                 orientation="h", y=y, x=np.array(values, np.int32), name=theme.ink(name),
-                marker=spec_marks.fill(mark), xaxis="x4", yaxis="y4",
+                marker=spec_marks.fill(mark), xaxis="x3", yaxis="y3",
                 hovertemplate=f"{name}: %{{x:,}} drafts<extra></extra>",
             )
         )  # fmt: skip
     sums = [r.wasted + r.missed for r in results]
     end = max([1, *sums])
     words = [f"{r.wasted:,} + {r.missed:,}" if r.drafted else "nothing drafted" for r in results]
-    _beside(fig, "4", [value + 0.02 * end for value in sums], words)
-    fig.update_layout(xaxis4={"range": [0, end * 1.6]})
+    _beside(fig, "3", [value + 0.02 * end for value in sums], words)
+    fig.update_layout(xaxis3={"range": [0, end * 1.6]})
 
 
 def _name(name: str) -> str:
@@ -197,8 +195,8 @@ def percent(change: float | None) -> str:
     return "undefined" if change is None else f"{signed(100 * change, 1)} %"
 
 
-def _against(row: SweepRow, name: str, figure: Figure) -> str:
-    return "" if name == row.baseline else f" ({percent(row.change(name, figure))})"
+def _against(row: SweepRow, name: str, kind: Figure) -> str:
+    return "" if name == row.baseline else f" ({percent(row.change(name, kind))})"
 
 
 def _ms(value: float) -> str:
@@ -214,11 +212,29 @@ def _title(row: SweepRow) -> str:
     change = row.change("adaptive")
     if change is None or row.baseline == "adaptive":
         return "Policies of verification"
-    title = (
-        f"Adaptive: {percent(change)} tokens/s against {theme.short_token(row.baseline, _LONGEST)}"
-    )
+    return f"Adaptive: {percent(change)} tokens/s"
+
+
+def _verdict(row: SweepRow) -> list[str]:
+    """Against what the title's change is, the share of the oracle's gain, and what a shorter
+    acceptance length came to."""
+    change = row.change("adaptive")
+    if change is None or row.baseline == "adaptive":
+        return []
+    mine, other = row.policies["adaptive"], row.policies[row.baseline]
+    words = f"against {theme.short_token(row.baseline, _LONGEST)}"
     share = row.share_of_oracle("adaptive")
-    return title + ("" if share is None else f", {100 * share:.0f} % of the oracle's gain")
+    words += "" if share is None else f", {100 * share:.0f} % of the oracle's gain"
+    if other.acceptance_length - mine.acceptance_length <= _SHORTER:
+        return [words]
+    lengths = (
+        f"acceptance length {mine.acceptance_length:.2f} instead of {other.acceptance_length:.2f}"
+    )
+    if change > 0:
+        worth = "a gain all the same: the rows saved were worth more than the tokens given up"
+    else:
+        worth = "no gain: the rows saved were not worth the tokens given up"
+    return [words, f"{lengths}, {worth}"]
 
 
 def _remarks(results: Mapping[str, SimulationResult]) -> list[str]:
@@ -237,7 +253,7 @@ def _remarks(results: Mapping[str, SimulationResult]) -> list[str]:
 
 def _text(row: SweepRow, results: Mapping[str, SimulationResult], made: str) -> str:
     said = [
-        _title(row),
+        f"{_title(row)} {'; '.join(_verdict(row))}".strip(),
         f"{plural(row.requests, 'request')}, {row.concurrency:,} together; {made}",
         f"{'policy':<14} {'tokens/s':>9} {'change':>9}  {'p50 ms':>7} {'p99 ms':>7} {'change':>9}"
         f"  {'length':>6} {'wasted':>8} {'missed':>8}  of oracle's gain",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 import numpy as np
 import plotly.graph_objects as go
@@ -13,15 +14,19 @@ from workbench.spec.calibration import BINS, Kind, Of, Reliability, evidence, re
 from workbench.spec.rates import Rate
 from workbench.spec.step import Step
 from workbench.views import spec_marks, theme
+from workbench.views.adaptive_figure import HEADING, LINE, figure
 from workbench.views.numbers import plural
 from workbench.views.view import View
 
 NOTHING = "no draft was verified yet: there is nothing to compare the confidences with"
+START, CALIBRATED = theme.HEAT, theme.SLIDING
 _EMPTY = 300  # px
 _KINDS: dict[Kind, tuple[str, str]] = {
     "conditional": ("a draft, if all before it are accepted", "confidence"),
     "survival": ("a draft and all before it: the product", "survival"),
 }
+_HEAD = 23  # letters of a heading's line: two panels stand beside each other on a narrow page
+_PANEL, _TOP, _FOOT = 264, 100, 56  # px
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,30 +74,31 @@ def reliability_diagram(
         subtitle += " · no policy decided here: the drafter's own confidences alone"
     if after is not None and len(decoded) <= after:
         subtitle += f" · the run has {plural(len(decoded), 'decode step')}, none of them later"
-    fig = theme.figure(
-        _title(found, known), subtitle, height=464, legend_under_title=True,
-        margin={"l": 62, "r": 16, "t": 144, "b": 56}, legend={"traceorder": "normal"},
-        xaxis={"domain": [0, 0.455]}, xaxis2={"domain": [0.545, 1], "anchor": "y2"},
-        yaxis2={"anchor": "x2"},
+    heads = [_heading(kind, found[kind], known) for kind in _KINDS]
+    room = HEADING + LINE * (max(map(len, heads)) - 1)
+    up = {"domain": [0, _PANEL / (_PANEL + room)]}
+    fig = figure(
+        _title(found, known), subtitle, height=_TOP + room + _PANEL + _FOOT,
+        legend_under_title=True, margin={"l": 62, "r": 16, "t": _TOP, "b": _FOOT},
+        legend={"traceorder": "normal"}, xaxis={"domain": [0, 0.44]}, yaxis=up,
+        xaxis2={"domain": [0.56, 1], "anchor": "y2"}, yaxis2={"anchor": "x2", **up},
     )  # fmt: skip
     if not known:
         spec_marks.nothing(fig, NOTHING)
         fig.update_layout(height=_EMPTY, xaxis={"domain": [0, 1]}, xaxis2={"visible": False},
                           yaxis2={"visible": False})  # fmt: skip
         return View(figure=fig, text=NOTHING)
-    for panel, (kind, (heading, word)) in enumerate(_KINDS.items(), 1):
+    for panel, (kind, (_, word)) in enumerate(_KINDS.items(), 1):
         axis = "" if panel == 1 else "2"
         _diagonal(fig, axis, legend=panel == 1)
         for line in known:
             _draw(fig, line, found[kind][line.name], axis, legend=panel == 1)
-        errors = ", ".join(
-            f"{line.short} {_error(found[kind][line.name])}".strip() for line in known
-        )
-        theme.panel_title(fig, panel, f"{heading}<br>ECE: {errors}")
+        theme.panel_title(fig, panel, "<br>".join(heads[panel - 1]))
         fig.layout.annotations[-1].align = "left"
         share = {"range": [-0.03, 1.03], "tickformat": ".0%", "tickvals": [0, 0.25, 0.5, 0.75, 1]}
+        across = {**share, "tickvals": [0, 0.5, 1]}  # more would touch on a narrow page
         fig.update_layout({
-            f"xaxis{axis}": {**share, "title": {"text": theme.ink(f"predicted {word}")}},
+            f"xaxis{axis}": {**across, "title": {"text": theme.ink(f"predicted {word}")}},
             f"yaxis{axis}": {**share, "title": {
                 "text": theme.ink("share accepted") if panel == 1 else None}},
         })  # fmt: skip
@@ -104,12 +110,12 @@ def _lines(steps: Sequence[Step], after: int | None) -> list[_Line]:
                 color=theme.DRAFTER, dash="dot", symbol="square-open", faint=True)  # fmt: skip
     if after is None:
         return [_Line(name="calibrated", short="calibrated", of="expected", steps=steps,
-                      color=theme.SLIDING, dash="solid", symbol="circle"), own]  # fmt: skip
+                      color=CALIBRATED, dash="solid", symbol="circle"), own]  # fmt: skip
     return [
         _Line(name=f"first {plural(after, 'step')}", short="first", of="expected",
-              steps=steps[:after], color=theme.HEAT, dash="dash", symbol="diamond"),
+              steps=steps[:after], color=START, dash="dash", symbol="diamond"),
         _Line(name="later steps", short="later", of="expected", steps=steps[after:],
-              color=theme.SLIDING, dash="solid", symbol="circle"),
+              color=CALIBRATED, dash="solid", symbol="circle"),
         own,
     ]  # fmt: skip
 
@@ -162,6 +168,11 @@ def _error(found: Reliability) -> str:
     return "undefined" if found.error is None else f"{found.error:.3f}"
 
 
+def _heading(kind: Kind, found: dict[str, Reliability], known: Sequence[_Line]) -> list[str]:
+    errors = [f"{line.short} {_error(found[line.name])}" for line in known]
+    return [*wrap(_KINDS[kind][0], _HEAD), *theme.folded("ECE: " + ", ".join(errors), _HEAD)]
+
+
 def _title(found: dict[Kind, dict[str, Reliability]], known: Sequence[_Line]) -> str:
     """How far predicted survival is off on average, of the calibrated confidences if there are."""
     usual = "Reliability of the confidences"
@@ -171,7 +182,7 @@ def _title(found: dict[Kind, dict[str, Reliability]], known: Sequence[_Line]) ->
         return usual
     error = found["survival"][first.name].error or 0.0
     when = {"calibrated": "on average", "later": "in later steps"}.get(first.short)
-    return f"{usual}: survival off by {100 * error:.1f} points {when or f'in the {first.name}'}"
+    return f"Survival off by {100 * error:.1f} points {when or f'in the {first.name}'}"
 
 
 def _text(

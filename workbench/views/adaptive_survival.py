@@ -13,6 +13,7 @@ from workbench.errors import DraftError
 from workbench.spec.hindsight import policy_failed
 from workbench.spec.step import RequestStep, Step
 from workbench.views import spec_marks, theme
+from workbench.views.adaptive_figure import figure
 from workbench.views.numbers import plural
 from workbench.views.view import View
 
@@ -61,7 +62,7 @@ def survival_map(
     title = f"Survival of the drafts of step {step.index}"
     if not parts:
         why = "a prefill drafts nothing" if step.phase == "prefill" else "nothing was drafted"
-        fig = theme.figure(title, source, height=220)
+        fig = figure(title, source, height=220)
         spec_marks.nothing(fig, why)
         return View(figure=fig, text=f"survival of step {step.index}: {why}")
     own = not all(len(part.expected) == len(part.drafted) for part in parts)
@@ -73,7 +74,7 @@ def survival_map(
     count = len(shown)
     px = 22 if count <= 12 else 16 if count <= 32 else 10 if count <= 64 else 6
     words = _subtitle(step, parts, count, own)
-    fig = theme.figure(
+    fig = figure(
         title + (": the policy failed" if policy_failed(step) else ""), f"{source} · {words}",
         height=_TOP + max(_LEAST, px * count) + _FOOT,
         legend_under_title=True, margin={"l": 62, "r": 16, "t": _TOP, "b": _FOOT},

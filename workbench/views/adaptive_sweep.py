@@ -14,6 +14,7 @@ from workbench.errors import DraftError
 from workbench.spec.published import Published
 from workbench.spec.sweep import Figure, SweepRow
 from workbench.views import spec_marks, theme
+from workbench.views.adaptive_figure import HEADING, figure
 from workbench.views.adaptive_policies import look, percent
 from workbench.views.view import View
 
@@ -25,7 +26,7 @@ _PANELS: tuple[tuple[Figure, str], ...] = (
 _ORDER = ("none", "oracle", "adaptive")  # drawn in this order, the last one on top
 _RANKS = {"adaptive": 1, "oracle": 2, "none": 3}  # in the legend
 _FOCUS = ("adaptive", "oracle")  # the axes are made for these
-_TOP, _LEGEND, _PANEL, _GAP, _FOOT = 134, 19, 210, 48, 56  # px
+_TOP, _LEGEND, _PANEL, _GAP, _FOOT = 112, 19, 210, 48, 56  # px
 _EMPTY = 240  # px
 _SYMBOLS = ("diamond", "square", "triangle-down", "cross", "star-diamond", "hourglass")
 _APART, _WIDEST = 0.12, 0.6  # doublings: between marks at one concurrency, and of all of them
@@ -69,16 +70,16 @@ def concurrency_sweep(
     made = [source or f"lines modelled; {labels}"] if at else []
     made += [f"marks measured: {_labels(points)}"] if points else []
     made += ["star: published, another machine, model and drafter"] if published else []
-    inner = 2 * _PANEL + _GAP
+    inner = HEADING + 2 * _PANEL + _GAP
     up = _PANEL / inner
     entries = 3 * bool(at) + len({point.label for point in points}) + bool(published)
     top = _TOP + _LEGEND * max(0, -(-entries // 2) - 2)  # two beside each other on a narrow page
-    fig = theme.figure(
-        _title(at), " · ".join(made) or "lines modelled", height=top + inner + _FOOT,
-        legend_under_title=True, margin={"l": 70, "r": 24, "t": top, "b": _FOOT},
+    fig = figure(
+        _title(at), " · ".join([_against(at), *made]), height=top + inner + _FOOT,
+        legend_under_title=True, margin={"l": 70, "r": 38, "t": top, "b": _FOOT},
         legend={"traceorder": "normal"},
         xaxis={"anchor": "y", "matches": "x2", "showticklabels": False},
-        yaxis={"domain": [1 - up, 1], "anchor": "x"},
+        yaxis={"domain": [up + _GAP / inner, 2 * up + _GAP / inner], "anchor": "x"},
         xaxis2={"anchor": "y2"}, yaxis2={"domain": [0, up], "anchor": "x2"},
     )  # fmt: skip
     if not at and not points:
@@ -87,8 +88,8 @@ def concurrency_sweep(
         return View(figure=fig, text=NOTHING)
     every = [row.concurrency for row in at] + [point.concurrency for point in points]
     every += [published.concurrency] if published else []
-    for panel, (figure, heading) in enumerate(_PANELS, 1):
-        _panel(fig, panel, figure, at, points, published)
+    for panel, (kind, heading) in enumerate(_PANELS, 1):
+        _panel(fig, panel, kind, at, points, published)
         theme.panel_title(fig, panel, heading)
     doublings = [2**n for n in range(int(log2(min(every))), int(np.ceil(log2(max(every)))) + 1)]
     ends = [log2(min(every)) - 0.45, log2(max(every)) + 1 + _spread(points)]
@@ -102,7 +103,7 @@ def concurrency_sweep(
 
 
 def _panel(
-    fig: go.Figure, panel: int, figure: Figure, rows: Sequence[SweepRow],
+    fig: go.Figure, panel: int, kind: Figure, rows: Sequence[SweepRow],
     points: Sequence[_Measured], published: Published | None,
 ) -> None:  # fmt: skip
     axis = "" if panel == 1 else "2"
@@ -111,7 +112,7 @@ def _panel(
     busy = {point.concurrency for point in points}  # numbers there would cover what was measured
     plain: list[tuple[int, float]] = []
     for name in _ORDER:
-        line = [(row.concurrency, row.change(name, figure)) for row in rows]
+        line = [(row.concurrency, row.change(name, kind)) for row in rows]
         known = [(c, 100 * change) for c, change in line if change is not None]
         if not known:
             continue
@@ -150,7 +151,7 @@ def _panel(
             )
         )  # fmt: skip
         fig.add_annotation(
-            text=theme.ink(f"published<br>{_number(change)}"), y=change, xref=f"x{axis}",
+            text=theme.ink(_number(change)), y=change, xref=f"x{axis}",
             x=log10(published.concurrency) + log10(2) * _spread(points),
             yref=f"y{axis}", xanchor="left", align="left", xshift=12,
         )  # fmt: skip
@@ -159,12 +160,13 @@ def _panel(
     low, high = low - pad, high + pad
     beyond = [(c, value) for c, value in plain if not low <= value <= high]
     if beyond:  # room for the words
-        low, high = (low - pad, high) if beyond[-1][1] < 0 else (low, high + pad)
-        _out(fig, axis, beyond)
+        farthest = max((value for _, value in beyond), key=abs)
+        low, high = (low - pad, high) if farthest < 0 else (low, high + pad)
+        _out(fig, axis, farthest)
     fig.add_shape(type="line", x0=0, x1=1, y0=0, y1=0, xref=f"x{axis} domain", yref=f"y{axis}",
                   line={"color": theme.NEUTRAL, "width": 1.5}, layer="below")  # fmt: skip
     fig.update_layout({f"yaxis{axis}": {
-        "range": [low, high], "ticksuffix": " %", "nticks": 7,
+        "range": [low, high], "ticksuffix": " %", "nticks": 8,
         "title": {"text": theme.ink("against fixed")}, "tickformat": "+.0f"}})  # fmt: skip
 
 
@@ -185,13 +187,10 @@ def _numbers(
         )  # fmt: skip
 
 
-def _out(fig: go.Figure, axis: str, beyond: Sequence[tuple[int, float]]) -> None:
-    """Where plain decoding is, which the axis leaves out."""
-    (first, a), (last, b) = beyond[0], beyond[-1]
-    words = f"plain decoding: {_number(a)} at {first}"
-    if len(beyond) > 1:
-        words += f", {_number(b)} at {last}"
-    under = b < 0
+def _out(fig: go.Figure, axis: str, value: float) -> None:
+    """How far plain decoding goes, which the axis leaves out. More words would cover its line."""
+    words = f"plain: {_number(value)}"
+    under = value < 0
     fig.add_annotation(
         text=theme.ink(f"{words} {'↓' if under else '↑'}", faint=True), x=0.98,
         xanchor="right",
@@ -269,7 +268,7 @@ def _real(value: Any) -> float | None:
 
 def _labels(points: Sequence[_Measured]) -> str:
     known = any(p.low is not None and p.high is not None for p in points)
-    return "adaptive against fixed" + (", bars: 95\u00a0% intervals" if known else "")
+    return "adaptive" + (", bars: 95\u00a0% intervals" if known else "")
 
 
 def _number(value: float) -> str:
@@ -285,28 +284,33 @@ def _interval(point: _Measured) -> str:
 def _title(rows: Sequence[SweepRow]) -> str:
     known = [(row.concurrency, row.change("adaptive")) for row in rows]
     changes = [(c, change) for c, change in known if change is not None]
-    title = "Adaptive against fixed verification"
+    title = "Adaptive verification, by concurrency"
     if not changes:
         return title
     (_, least), (_, most) = (pick(changes, key=lambda one: one[1]) for pick in (min, max))
     if len(changes) == 1:
-        return f"Adaptive verification: {percent(least)} tokens/s against fixed"
-    return f"Adaptive verification: {percent(least)} to {percent(most)} tokens/s against fixed"
+        return f"Adaptive: {percent(least)} tokens/s"
+    return f"Adaptive: {percent(least)} to {percent(most)} tokens/s"
+
+
+def _against(rows: Sequence[SweepRow]) -> str:
+    """Whose change the title tells."""
+    return f"adaptive{', modelled,' if rows else ''} against fixed verification"
 
 
 def _text(
     rows: Sequence[SweepRow], points: Sequence[_Measured], published: Published | None,
     made: Sequence[str],
 ) -> str:  # fmt: skip
-    said = [_title(rows), *made]
+    said = [f"{_title(rows)}, {_against(rows)}", *made]
     if rows:
         heads = [f"{name:>9}" for name in ("none", "adaptive", "oracle")]
         said.append(f"{'together':>8}  tokens/s:{''.join(heads)}   p99 TPOT:{''.join(heads)}")
         for row in rows:
             parts = [
-                "".join(f"{percent(row.change(name, figure)):>9}"
+                "".join(f"{percent(row.change(name, kind)):>9}"
                         for name in ("none", "adaptive", "oracle"))
-                for figure, _ in _PANELS
+                for kind, _ in _PANELS
             ]  # fmt: skip
             said.append(f"{row.concurrency:>8}  {'':9}{parts[0]}   {'':9}{parts[1]}")
     for point in points:

@@ -18,6 +18,7 @@ from workbench.spec.hindsight import policy_failed
 from workbench.spec.pace import Pace, pace
 from workbench.spec.step import Step
 from workbench.views import spec_marks, theme
+from workbench.views.adaptive_figure import HEADING, figure
 from workbench.views.numbers import plural
 from workbench.views.spec_curves import UNDEFINED
 from workbench.views.view import View
@@ -25,15 +26,16 @@ from workbench.views.view import View
 Over = Literal["time", "step"]
 WINDOW = 16  # steps
 COLOR, AGAINST, FAILED = theme.SLIDING, theme.NEUTRAL, theme.FULL
+DRAFTED = theme.DRAFTER
 _POINTS = 200  # of a line, at most
 _SHORTER = 0.005  # tokens by which a length is told to be shorter
 _EQUAL = 0.01  # speeds closer than this share are told as equal: one run is no finer
 _PANELS = (  # title, unit
     ("drafts verified", "drafts a step"),
-    ("speed", "tokens/s"),
-    ("acceptance length", "tokens/event"),
+    ("speed: what counts", "tokens/s"),
+    ("acceptance length: trimming shortens it", "tokens/event"),
 )
-_TOP, _PANEL, _GAP, _FOOT = 116, 120, 42, 52  # px
+_TOP, _PANEL, _GAP, _FOOT = 94, 120, 42, 52  # px
 
 
 def decisions_over_time(
@@ -64,14 +66,14 @@ def decisions_over_time(
     run, other = pace(steps, window), None if against is None else pace(against, window)
     title = "Decisions over time"
     if not len(run.index):
-        fig = theme.figure(title, source, height=220)
+        fig = figure(title, source, height=220)
         spec_marks.nothing(fig, "there is no decode step")
         return View(figure=fig, text="decisions over time: there is no decode step")
     told = _compared(run, other) if other is not None else ""
     names = _policies(steps)
     words = f"last {plural(window, 'step')} · {told or _alone(run)}{_failures(steps)}"
-    inner = 3 * _PANEL + 2 * _GAP
-    fig = theme.figure(
+    inner = HEADING + 3 * _PANEL + 2 * _GAP
+    fig = figure(
         title, f"{source} · {words}", height=_TOP + inner + _FOOT, legend_under_title=True,
         margin={"l": 66, "r": 16, "t": _TOP, "b": _FOOT}, legend={"traceorder": "normal"},
         showlegend=True,
@@ -86,7 +88,7 @@ def decisions_over_time(
     axes: dict[str, Any] = {}
     for n, (_, label) in enumerate(_PANELS):
         axis = "" if n == 0 else str(n + 1)
-        top = 1 - n * (_PANEL + _GAP) / inner
+        top = 1 - (HEADING + n * (_PANEL + _GAP)) / inner
         axes[f"yaxis{axis}"] = {
             "domain": [max(0.0, top - _PANEL / inner), top], "anchor": f"x{axis}", "nticks": 4,
             "title": {"text": theme.ink(label)}, "rangemode": "normal" if n == 2 else "tozero",
@@ -117,8 +119,8 @@ def _drafted(fig: go.Figure, run: Pace, over: str) -> None:
         go.Scatter(
             x=_at(run, over)[at].astype(np.float32), y=run.drafted_mean[at].astype(np.float32),
             mode="lines" if len(at) > 1 else "markers", name=theme.ink("drafted"),
-            line={"color": theme.DRAFTER, "dash": "dot", "width": 1.5},
-            marker={"color": theme.DRAFTER, "symbol": "circle-open", "size": 8},
+            line={"color": DRAFTED, "dash": "dot", "width": 1.5},
+            marker={"color": DRAFTED, "symbol": "circle-open", "size": 8},
             hovertemplate="%{y:,.1f} drafted a step<extra></extra>",
         )
     )  # fmt: skip

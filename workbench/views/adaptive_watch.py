@@ -24,6 +24,7 @@ from workbench.views.numbers import plural
 
 LAST_STEPS = 256
 SPAN, BUCKET = 60.0, 0.25  # s of decode steps that the lines hold, and of one of their points
+EQUAL = 0.01  # speeds closer than this share are told as the same
 ENOUGH = 8  # decode steps of which a speed is worth a ratio
 _PREDICTIONS = 4096  # whose outcomes are known, that a reliability is made of
 _POINTS = 96  # of a curve over budgets
@@ -172,6 +173,7 @@ class Watch:
             "rows": rows(step),
             "objective": objective(step, self.table),
             "tiles": self._tiles(step),
+            "verdict": self._verdict(step),
             "lines": [_point(bucket, self.seconds) for bucket in self.buckets],
         }
 
@@ -186,7 +188,9 @@ class Watch:
         }
         if self.table is not None and self.decoded:
             costs = drift(self.table, self.steps)
-            found["drift"] = {"sentence": costs.sentence, "alarm": costs.alarm}
+            # The page has a button for what the sentence ends with.
+            words = costs.sentence.removesuffix("; profile again with keep=False")
+            found["drift"] = {"sentence": words, "alarm": costs.alarm}
         return found
 
     def _tiles(self, step: Step) -> list[list[str]]:
@@ -215,14 +219,38 @@ class Watch:
     def _ratio(self, key: tuple[str, int], speed: float, steps: int) -> list[list[str]]:
         """Against fixed verification of as many sequences; the other way round while it is fixed's
         turn."""
-        names = [n for n, r in self.speeds if r == key[1] and n != key[0]]
-        other = "fixed" if key[0] != "fixed" else ("adaptive" if "adaptive" in names else "")
-        if other not in names:
+        other = self._other(key)
+        if other is None:
             return []
         sums = self.speeds[other, key[1]]
         few = min(sums.steps, steps) < ENOUGH or not sums.speed
         said = "–" if few or not sums.speed else f"{speed / sums.speed:.2f} ×"
         return [[f"over {other}", said, f"{other}: {sums.speed or 0:,.0f} tokens/s"]]
+
+    def _other(self, key: tuple[str, int]) -> str | None:
+        """The policy that one is compared with, None where it did not decide as many yet."""
+        other = "adaptive" if key[0] == "fixed" else "fixed"
+        return other if (other, key[1]) in self.speeds else None
+
+    def _verdict(self, step: Step) -> str:
+        """What a policy's acceptance length came to: a shorter one is no loss in itself."""
+        requests = len(step.requests)
+        other = self._other((step.policy, requests))
+        name = other if step.policy == "fixed" else step.policy
+        sums = self.speeds.get((name, requests)) if name and other else None
+        fixed = self.speeds.get(("fixed", requests))
+        if sums is None or fixed is None or min(sums.steps, fixed.steps) < ENOUGH:
+            return ""
+        if not sums.speed or not fixed.speed or sums.length is None or fixed.length is None:
+            return ""
+        ratio = sums.speed / fixed.speed
+        if abs(ratio - 1) < EQUAL:
+            came = "the same tokens/s within 1%"
+        elif ratio > 1:
+            came = f"{ratio - 1:.0%} more tokens/s: a gain"
+        else:
+            came = f"{1 - ratio:.0%} fewer tokens/s: a loss"
+        return f"{name}: {sums.length:.2f} instead of {fixed.length:.2f}, and {came}"
 
 
 # -- of one step ----------------------------------------------------------------------------------

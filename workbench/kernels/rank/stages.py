@@ -97,6 +97,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(name="fused", title="fused chain", origin="ours"),
     Stage(name="fused_pdl", title="fused chain, dependent launches", origin="ours"),
+    Stage(name="load", title="fused chain of many rows, dependent launches", origin="ours"),
     Stage(name="persistent", title="one persistent CUDA kernel", origin="ours"),
 )
 NAMES = tuple(stage.name for stage in STAGES)
@@ -194,6 +195,10 @@ def refuse(name: str, weights: RankWeights, state: RankState, device: torch.devi
     one = stage(name)
     if name == "persistent":
         _refuse_persistent(weights, state, device)
+    elif name == "load":
+        from workbench.kernels.rank.load_step import refuse_load
+
+        refuse_load(weights, device)
     elif one.whole:
         from workbench.kernels.rank.fused import refuse_fused
 
@@ -214,6 +219,11 @@ def make(
     refuse_foreign(weights, state)
     if name == "persistent":
         return _persistent(weights, state)
+    if name == "load":
+        from workbench.kernels.rank.load_state import LoadState
+        from workbench.kernels.rank.load_step import LoadStep
+
+        return LoadStep(weights, LoadState.over(state, weights))
     if one.whole:
         return _fused(weights, state, name == "fused_pdl", config)
     return RankStep(weights, state, cumulative(name))

@@ -66,7 +66,7 @@ ERROR_RATIO = 2.0
 # Whatever plain torch reaches: sums in float32 may be taken in another order.
 ERROR_FLOOR = 8 * torch.finfo(torch.float32).eps
 STEPS = 16  # consecutive steps over which distinct experts are counted
-PROFILED = ("naive", "products", "fused", "fused_pdl", "persistent")
+PROFILED = ("naive", "products", "fused", "fused_pdl", "load", "persistent")
 
 TIMED = ("milliseconds", "low", "high", "repeat", "rounds", "fraction_of_floor")
 WITHOUT = "without "

@@ -1,0 +1,155 @@
+"""``workbench bench prefill``: one rank's prefill, from plain torch to grouped products."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from workbench.cli_bench_decode import Place
+from workbench.cli_options import Dtype, Json, answer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Form(StrEnum):
+    """Which forms of the prefill there are."""
+
+    naive = "naive"
+    chain = "chain"
+    ours = "ours"
+
+
+def prefill(
+    model: Annotated[
+        str, typer.Option("--model", help="Preset, bundled name or folder.", metavar="MODEL")
+    ] = "beam-501b",
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 8,
+    sequences: Annotated[int, typer.Option("--sequences", min=1, help="Sequences.")] = 8,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="New tokens of each.")] = 2048,
+    context: Annotated[
+        int, typer.Option("--context", min=0, help="Earlier tokens of each, in the cache.")
+    ] = 0,
+    layers: Annotated[
+        int | None,
+        typer.Option("--layers", help="Only the first N layers (default: all).", metavar="N"),
+    ] = None,
+    variants: Annotated[
+        list[Form] | None,
+        typer.Option("--variants", help="Repeated; default: naive and ours."),
+    ] = None,
+    device: Annotated[
+        Place, typer.Option("--device", help="The weights of beam-501b need a GPU.")
+    ] = Place.cuda,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of weights and activations.")] = (
+        Dtype.bfloat16
+    ),
+    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Timed runs of each.")] = 5,
+    profile: Annotated[bool, typer.Option(help="Also the time of each kernel (GPU).")] = True,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Write the result here too (JSON).", metavar="FILE"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Time one tensor-parallel rank's prefill at full depth, checked against FP64.
+
+    Random weights at the rank's shapes, every sequence behind --context earlier tokens, a CUDA
+    graph where the host is not asked, no all-reduce on one GPU.
+    """
+    from workbench.cli_kernels_asked import refuse_unwritable, write_document
+    from workbench.errors import KernelError
+    from workbench.files import FileError
+
+    refuse_unwritable(out)
+    import torch
+
+    from workbench.kernels.peaks import measured_peaks
+    from workbench.kernels.rank.prefill_bench import measure_prefill
+    from workbench.kernels.rank.prefill_state import PrefillState
+    from workbench.kernels.rank.weights import RankWeights
+    from workbench.model.presets import resolve
+    from workbench.terminal_kernels import Progress
+
+    resolved = resolve(model)
+    if device == Place.cuda and not torch.cuda.is_available():
+        raise KernelError(
+            "this machine has no CUDA GPU that torch can use; --device cpu runs a small model "
+            "(--model beam-tiny --tp 2 --sequences 2 --tokens 64)"
+        )
+    forms = [form.value for form in variants or (Form.naive, Form.ours)]
+    with Progress("prefill") as progress, torch.inference_mode():
+        progress.told(0, 1, "measuring the matrix rate")
+        rates = measured_peaks(device.value)
+        if device == Place.cuda:
+            torch.cuda.empty_cache()
+        progress.told(0, 1, "making the weights")
+        weights = RankWeights.random(
+            resolved.config,
+            tp,
+            layers=layers,
+            device=device.value,
+            dtype=getattr(torch, dtype.value),
+        )
+        state = PrefillState(weights, sequences, tokens, context)
+        document = measure_prefill(
+            weights,
+            state,
+            list(dict.fromkeys(forms)),
+            rates,
+            model=resolved.name,
+            rounds=rounds,
+            profile=profile,
+            progress=progress.told,
+        )
+    unwritten = None
+    try:
+        write_document(out, document)
+    except FileError as error:  # what took minutes is shown all the same
+        unwritten = error
+    if json:
+        answer(document)
+    else:
+        from workbench.terminal import out as console
+
+        page(document, console())
+    if unwritten is not None:
+        raise unwritten
+    for name, row in document["variants"].items():
+        if row["failures"]:
+            raise KernelError(f"{name} did not agree with the FP64 reference: {row['failures'][0]}")
+
+
+def page(document: dict[str, Any], console: Console) -> None:
+    """The forms as a table, and what they are of."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from workbench.terminal import printable
+
+    d = document
+    console.print(
+        f"{escape(printable(d['model']))}, one of {d['tp']} ranks, {d['layers']} layers, "
+        f"{d['sequences']} x {d['tokens']:,} tokens behind {d['context']:,}; "
+        f"{escape(printable(d['hardware']))}, {d['date']}"
+    )
+    console.print(
+        f"{d['flops']['products'] / 1e12:.1f} TFLOP of products and "
+        f"{d['flops']['attention'] / 1e12:.1f} of attention: {d['floor_milliseconds']:.1f} ms at "
+        f"{d['matrix_rate'] / 1e12:.1f} TFLOP/s, measured here; {d['note']}"
+    )
+    table = Table()
+    for heading in ("variant", "ms", "of the matrix rate", "max error"):
+        table.add_column(heading)
+    for name, row in d["variants"].items():
+        spent = row.get("milliseconds")
+        table.add_row(
+            name,
+            "–" if spent is None else f"{spent:.2f}",
+            "–" if spent is None else f"{row['fraction_of_peak']:.0%}",
+            f"{row['check']['worst_layer_error']:.1e}" + (" FAILED" if row["failures"] else ""),
+        )
+    console.print(table)
