@@ -4,7 +4,8 @@
     PYTHONPATH=. python benchmarks/adaptive_cpu.py --merge one.json two.json --out all.json
 
 Fixed verification is decoding without any policy or estimator. The cost table is measured first;
-the estimator learns through all pairs, beginning with one that is not counted. Both runs of a pair
+adaptive verification is frugal, as on the command line; the
+estimator learns through all pairs, beginning with one that is not counted. Both runs of a pair
 have the same prompts, each new ones, held out from training: code, prose, or both in turns.
 Tokens/s are of the decode steps in which every place is taken, TPOT is of all requests. The first
 pairs are also simulated: greedily from a record of the blocks at every position of their texts, at
@@ -186,7 +187,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         beam, drafter, requests=given.concurrency, context=160, sampling=sampling, rounds=7,
         keep=False,
     )  # fmt: skip
-    policies: dict[str, Policy | None] = {"fixed": None, "adaptive": Adaptive(table)}
+    policies: dict[str, Policy | None] = {"fixed": None, "adaptive": Adaptive(table, frugal=True)}
     estimator = Estimator(drafter.block - 1)
     pairs: list[dict[str, Any]] = []
     for number in range(-1, given.pairs):

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python3 benchmarks/rank_load.py --out result.json [--seconds 100] [--layers N]
         [--parts tune,check,chain,batches,verify,long,sweep,profile] [--no-warm]
-        [--record experts.pt] [--replay experts.pt]
+        [--record experts.safetensors] [--replay experts.safetensors]
 
 Needs a GPU (``--device cpu --model beam-tiny --tp 2 --batches 3`` interprets a small rank). What is
 wrong is not timed. The result is written after every part, and parts that ``--seconds`` leaves no
@@ -50,11 +50,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save
 
 from workbench.errors import WorkbenchError
 from workbench.files import write_whole
 from workbench.kernels.peaks import measured_peaks
 from workbench.kernels.rank.chain import RankStep
+from workbench.kernels.rank.choices import read_choices
 from workbench.kernels.rank.fused import FusedStep
 from workbench.kernels.rank.graph import Replay, capture, kernel_times, time_replays
 from workbench.kernels.rank.load_check import check_load
@@ -266,12 +268,10 @@ class Run:
         self.given_choices: dict[int, Choices] = {}
         self.choices: dict[str, torch.Tensor] = {}
         if given.replay is not None:
-            held = torch.load(given.replay, map_location=given.device, weights_only=True)
-            for name in held:
-                kind, rows = name.split(" ")
-                if kind == "ids":
-                    shares = held[f"shares {rows}"].float()
-                    self.given_choices[int(rows)] = Choices(ids=held[name].long(), shares=shares)
+            for rows, (ids, shares) in read_choices(given.replay).items():
+                self.given_choices[rows] = Choices(
+                    ids=ids.to(given.device), shares=shares.to(given.device)
+                )
         self.document: dict[str, Any] = {
             "schema": "workbench-rank-load/1", "model": given.model, "tp": given.tp,
             "layers": len(self.weights.layers), "bandwidth": self.bandwidth,
@@ -295,7 +295,7 @@ class Run:
     def write(self) -> None:
         self.document["seconds"] = time.monotonic() - BEGAN
         if self.given.record is not None and self.choices:
-            torch.save(self.choices, self.given.record)
+            write_whole(self.given.record, save(self.choices))
         write_whole(self.given.out, (json.dumps(self.document, indent=1) + "\n").encode())
 
     def config(self, rows: int, *, decode: bool = True) -> LoadConfig | None:

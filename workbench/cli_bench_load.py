@@ -55,6 +55,7 @@ def verify(
     """
     from workbench.cli_kernels_asked import refuse_unwritable, write_document
     from workbench.errors import KernelError
+    from workbench.files import FileError
 
     refuse_unwritable(out, table)
     sizes = _sizes(tokens)
@@ -62,6 +63,7 @@ def verify(
 
     from workbench import hardware
     from workbench.kernels.peaks import measured_peaks
+    from workbench.kernels.rank.early_load import refuse_verify
     from workbench.kernels.rank.load_verify import measure_verify, spread
     from workbench.kernels.rank.weights import RankWeights
     from workbench.model.presets import resolve
@@ -86,6 +88,17 @@ def verify(
             f"a context of {context} tokens exceeds the model's {most} ({resolved.name}); give "
             f"--context {most} or less"
         )
+    kind = getattr(torch, dtype.value)
+    refuse_verify(
+        resolved.config,
+        tp,
+        layers=layers,
+        device=torch.device(device.value),
+        dtype=kind,
+        tokens=sizes,
+        sequences=sequences,
+        context=context,
+    )
     with Progress("verify") as progress, torch.inference_mode():
         progress.told(0, 1, "measuring memory bandwidth")
         rates = measured_peaks(device.value)
@@ -93,11 +106,7 @@ def verify(
             torch.cuda.empty_cache()
         progress.told(0, 1, "making the weights")
         weights = RankWeights.random(
-            resolved.config,
-            tp,
-            layers=layers,
-            device=device.value,
-            dtype=getattr(torch, dtype.value),
+            resolved.config, tp, layers=layers, device=device.value, dtype=kind
         )
         document = measure_verify(
             weights,
@@ -110,21 +119,34 @@ def verify(
             progress=progress.told,
         )
     machine = hardware.machine()
-    document["hardware"] = machine.gpus[0].name if machine.gpus else rates.label
+    gpu = machine.gpus[0].name if machine.gpus and device == Place.cuda else None
+    document["hardware"] = gpu or rates.label
     document["versions"] = dict(machine.versions)
-    write_document(out, document)
     wrong = [row for row in document["sizes"] if row["failures"]]
-    if table is not None and not wrong:
-        write_document(table, _table(document))
+    unwritten = None
+    try:
+        write_document(out, document)
+        if table is not None and not wrong:
+            write_document(table, _table(document))
+    except FileError as error:  # what took minutes is shown all the same
+        unwritten = error
     if json:
         answer(document)
     else:
         _page(document)
+    if unwritten is not None:
+        raise unwritten
     if wrong:
         raise KernelError(
             f"a verification of {wrong[0]['rows']} tokens did not agree with the FP64 reference: "
             f"{wrong[0]['failures'][0]}"
         )
+
+
+def error_said(row: dict[str, Any]) -> str:
+    """The worst error of a row's check, and whether it failed; a dash where it is no number."""
+    worst = row["check"]["worst_layer_error"]
+    return ("–" if worst is None else f"{worst:.1e}") + (" FAILED" if row["failures"] else "")
 
 
 def _sizes(given: str) -> list[int]:
@@ -177,7 +199,8 @@ def _page(d: dict[str, Any]) -> None:
         escape(
             printable(
                 f"{d['model']}, one of {d['tp']} ranks, {d['layers']} of {d['of_layers']} layers, "
-                f"context {d['context']:,}, {d['dtype']}; {d['hardware']}, {d['date']}; {d['note']}"
+                f"context {d['context']:,}, {d['dtype']}; {d['hardware']}, {d['date']}; "
+                f"{d['note']}; floors at {d['bandwidth'] / 1e12:.2f} TB/s, measured here"
             )
         )
     )
@@ -193,7 +216,7 @@ def _page(d: dict[str, Any]) -> None:
             f"{floor:.3f}",
             "–" if spent is None else f"{floor / spent:.0%}",
             f"{row['distinct']:.1f}",
-            f"{row['check']['worst_layer_error']:.1e}" + (" FAILED" if row["failures"] else ""),
+            error_said(row),
         )
     screen.print(table)
     if any(row["milliseconds"] is None and not row["failures"] for row in d["sizes"]):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workbench.cli_bench_decode import Place
+from workbench.cli_bench_load import error_said
 from workbench.cli_options import Dtype, Json, answer
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def prefill(
     import torch
 
     from workbench.kernels.peaks import measured_peaks
+    from workbench.kernels.rank.early_load import refuse_prefill
     from workbench.kernels.rank.prefill_bench import measure_prefill
     from workbench.kernels.rank.prefill_state import PrefillState
     from workbench.kernels.rank.weights import RankWeights
@@ -80,7 +82,19 @@ def prefill(
             "this machine has no CUDA GPU that torch can use; --device cpu runs a small model "
             "(--model beam-tiny --tp 2 --sequences 2 --tokens 64)"
         )
-    forms = [form.value for form in variants or (Form.naive, Form.ours)]
+    forms = [form.value for form in dict.fromkeys(variants or (Form.naive, Form.ours))]
+    kind = getattr(torch, dtype.value)
+    refuse_prefill(
+        resolved.config,
+        tp,
+        layers=layers,
+        device=torch.device(device.value),
+        dtype=kind,
+        forms=forms,
+        sequences=sequences,
+        tokens=tokens,
+        context=context,
+    )
     with Progress("prefill") as progress, torch.inference_mode():
         progress.told(0, 1, "measuring the matrix rate")
         rates = measured_peaks(device.value)
@@ -88,17 +102,13 @@ def prefill(
             torch.cuda.empty_cache()
         progress.told(0, 1, "making the weights")
         weights = RankWeights.random(
-            resolved.config,
-            tp,
-            layers=layers,
-            device=device.value,
-            dtype=getattr(torch, dtype.value),
+            resolved.config, tp, layers=layers, device=device.value, dtype=kind
         )
         state = PrefillState(weights, sequences, tokens, context)
         document = measure_prefill(
             weights,
             state,
-            list(dict.fromkeys(forms)),
+            forms,
             rates,
             model=resolved.name,
             rounds=rounds,
@@ -133,7 +143,7 @@ def page(document: dict[str, Any], console: Console) -> None:
     d = document
     console.print(
         f"{escape(printable(d['model']))}, one of {d['tp']} ranks, {d['layers']} layers, "
-        f"{d['sequences']} x {d['tokens']:,} tokens behind {d['context']:,}; "
+        f"{d['sequences']} x {d['tokens']:,} tokens behind {d['context']:,}, {d['dtype']}; "
         f"{escape(printable(d['hardware']))}, {d['date']}"
     )
     console.print(
@@ -150,6 +160,8 @@ def page(document: dict[str, Any], console: Console) -> None:
             name,
             "–" if spent is None else f"{spent:.2f}",
             "–" if spent is None else f"{row['fraction_of_peak']:.0%}",
-            f"{row['check']['worst_layer_error']:.1e}" + (" FAILED" if row["failures"] else ""),
+            error_said(row),
         )
     console.print(table)
+    if any(row["interpreted"] and not row["failures"] for row in d["variants"].values()):
+        console.print("interpreted on a CPU: checked, and not timed")

@@ -134,7 +134,6 @@ class Drafting:
         from workbench.spec.profile import profile
         from workbench.terminal_kernels import Progress
 
-        context = min(256, beam.config.max_position_embeddings // 2, drafter.limit // 2)
         said = False
         with Progress("measuring costs") as bar:
 
@@ -144,7 +143,7 @@ class Drafting:
                     said = True
                     bar.say(
                         "workbench: measuring what drafts and verifications cost on this machine, "
-                        f"in {of} timings; the table is kept for the next time"
+                        f"in {of} timings; the table is kept for the next time if it can be written"
                     )
                 bar.told(done, of, "")
 
@@ -153,10 +152,9 @@ class Drafting:
                 drafter,
                 requests=1,
                 drafts=self.speculative_tokens,
-                context=context,
                 progress=told,
             )
-        return Adaptive(table)
+        return Adaptive(table, frugal=True)
 
     def why_none(self, beam: Beam) -> str:
         """Why there is no drafter, for a sentence."""

@@ -80,6 +80,7 @@ def simulate(
                 | {"notes": list(named.notes)},
                 "source": source.label,
                 "estimated": {n: r.estimated_how for n, r in results.items() if r.estimated},
+                "failed": {n: _failed(r) for n, r in results.items() if r.failed_steps},
                 "notes": told,
                 "published": published().to_dict(),
             }
@@ -107,6 +108,12 @@ def _source(trace: Path | None) -> tuple[Recording, list[str]]:
 
 def _row(result: SimulationResult) -> dict[str, Any]:
     return {name: getattr(result, name) for name in (*_FIGURES, *_COUNTS, "estimated")}
+
+
+def _failed(result: SimulationResult) -> str:
+    """In how many steps its decision could not be used, and why."""
+    why = "; ".join(result.failures)
+    return f"fixed verification in {result.failed_steps:,} of {result.steps:,} steps: {why}"
 
 
 def _origins(source: Recording, named: NamedTable) -> dict[str, str]:
@@ -177,6 +184,9 @@ def _page(
     for name, r in results.items():
         if r.estimated:
             dim(f"{name}, estimated: {r.estimated_how}")
+    for name, r in results.items():
+        if r.failed_steps:
+            dim(f"{name}: {_failed(r)}")
     for line in told:
         dim(line)
     dim(f"cost table {named.name}: {named.table.label}")

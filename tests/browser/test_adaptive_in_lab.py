@@ -262,7 +262,7 @@ def test_saved_figures_fit_a_narrow_page(
         page.reload()
         page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
         cells = notebook.until(f"() => {{ const f = ({_FIGURES})(); return f.length && f; }}")
-        assert len(cells) == 8
+        assert len(cells) == 9
         for index in cells:
             page.evaluate(
                 "index => window.jupyterapp.shell.currentWidget.content.scrollToItem(index)", index

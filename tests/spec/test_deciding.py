@@ -16,6 +16,7 @@ from workbench.model.sampling import Sampling
 from workbench.spec.acceptance import Estimator, log_odds
 from workbench.spec.adaptive import Adaptive, Decision, Fixed, NoDrafts, Situation
 from workbench.spec.cost_table import CostTable
+from workbench.spec.deciding import RESTS, WEIGHED, Decider
 from workbench.spec.decode import decode
 from workbench.spec.doubt import doubt
 from workbench.spec.drafter import Drafter
@@ -255,3 +256,85 @@ def test_what_cannot_decide_is_refused(
 def test_a_policy_without_drafts_is_refused(target: Beam) -> None:
     with pytest.raises(DraftError, match="there is no drafter"):
         decode(target, None, PROMPTS, policy=Fixed())
+
+
+@pytest.mark.parametrize("proposals", ["greedy", "probabilistic"])
+def test_a_temperature_beyond_float32_decodes(
+    target: Beam, drafter: Drafter, proposals: Any
+) -> None:
+    sampling = Sampling(temperature=1e300)
+    run = decode(
+        target, drafter, PROMPTS[0], max_new_tokens=8, sampling=sampling, proposals=proposals,
+        policy=Adaptive(TABLE), stop_at_eos=False,
+    )  # fmt: skip
+    assert sum(step.tokens for step in run) == 8
+    assert not any("failed" in step.reason for step in run)
+
+
+# -- frugal ----------------------------------------------------------------------------------------
+
+
+class Frugal:
+    """Admits all and says that ``trimmed`` would have been so much better."""
+
+    frugal, name = True, "told"
+
+    def __init__(self, gain: float) -> None:
+        self.gain, self.asked = gain, 0
+
+    def decide(self, situation: Situation) -> Decision:
+        self.asked += 1
+        total = int(situation.drafted.sum())
+        objective = np.full(total + 1, 0.5)
+        objective[total - 1], objective[total] = 1 + self.gain, 1.0
+        admitted = situation.drafted.copy()
+        admitted[0] -= 1
+        return Decision(admitted=admitted, budget=total - 1, objective=objective)
+
+
+def walked(decider: Decider, steps: int, *, requests: int = 1, cost: float) -> list[bool]:
+    """Whether each of so many steps was decided; deciding takes ``cost`` of all else."""
+    scores = np.zeros((requests, 3, 2), np.float32)
+    seen = []
+    for _ in range(steps):
+        decided = decider.rest([3] * requests)
+        seen.append(decided is None)
+        if decided is None:
+            decided = decider.decide(list(range(requests)), [3] * requests, scores, 0.0)
+            decider.learn([0] * requests, decided.decision.admitted.tolist())
+        else:
+            assert decided.decision.admitted.tolist() == [3] * requests
+            assert decided.decision.budget == 3 * requests
+            assert "rests" in decided.decision.reason
+            assert decided.live.size == 0
+        decider.spent(cost, 1 + cost)
+    return seen
+
+
+def test_a_frugal_policy_rests_where_deciding_does_not_pay() -> None:
+    decider = Decider(Frugal(0.05), 3)
+    seen = walked(decider, WEIGHED + RESTS + WEIGHED + 1, cost=0.04)
+    # A promise of 5 % is less than twice 4 %.
+    assert seen == [True] * WEIGHED + [False] * RESTS + [True] * WEIGHED + [False]
+    assert decider.estimator.steps == 2 * WEIGHED, "nothing is learned while it rests"
+
+
+@pytest.mark.parametrize(("gain", "cost"), [(0.05, 0.02), (0.5, 0.2)])
+def test_a_frugal_policy_goes_on_where_deciding_pays(gain: float, cost: float) -> None:
+    assert all(walked(Decider(Frugal(gain), 3), 3 * WEIGHED, cost=cost))
+
+
+def test_another_number_of_requests_ends_a_rest() -> None:
+    decider = Decider(Frugal(0.0), 3)
+    assert not walked(decider, WEIGHED + 1, cost=0.01)[-1]
+    assert all(walked(decider, WEIGHED, requests=2, cost=0.01))
+
+
+def test_only_a_policy_that_says_so_rests() -> None:
+    class Plain(Frugal):
+        frugal = False
+
+    table = CostTable(draft=((1, 1.0),), verify=((1, 1.0),))
+    for policy in (Plain(0.0), Adaptive(table), Fixed()):
+        assert all(walked(Decider(policy, 3), 3 * WEIGHED, cost=10.0))
+    assert not all(walked(Decider(Adaptive(table, frugal=True), 3), 3 * WEIGHED, cost=10.0))

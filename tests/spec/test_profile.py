@@ -94,12 +94,16 @@ def test_a_temperature_is_a_table_of_its_own(target: Beam, drafter: Drafter, cac
     assert len(list(cache.iterdir())) == 2, "a seed changes no time"
 
 
-@pytest.mark.parametrize(
-    ("rows", "requests", "counts"),
-    [(1, 4, [1]), (3, 4, [1, 1, 1]), (4, 4, [1] * 4), (9, 4, [3, 2, 2, 2]), (20, 4, [5] * 4)],
-)
-def test_rows_are_spread_over_the_sequences(rows: int, requests: int, counts: list[int]) -> None:
-    assert profile_module._spread(rows, requests) == counts
+@pytest.mark.parametrize(("rows", "requests"), [(1, 4), (3, 4), (4, 4), (9, 4), (40, 8), (20, 4)])
+def test_rows_are_dealt_out_over_the_sequences(rows: int, requests: int) -> None:
+    several = [profile_module._spread(rows, requests, 5, turn) for turn in range(20)]
+    for counts in several:
+        assert sum(counts) == rows
+        assert len(counts) == min(rows, requests)
+        assert 1 <= min(counts) <= max(counts) <= 5
+    full = rows in (requests, 5 * requests) or rows < requests
+    assert (len(set(map(tuple, several))) == 1) == full, "uneven, and another way each time"
+    assert several[3] == profile_module._spread(rows, requests, 5, 3)
 
 
 def test_a_table_is_measured_once(target: Beam, drafter: Drafter, cache: Path) -> None:

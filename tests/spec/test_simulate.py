@@ -26,6 +26,7 @@ from workbench.spec.simulate import (
     simulate,
 )
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RATES = (0.9, 0.8, 0.7, 0.55)
 # A pass whose rows cost: trimming pays. And one where they are free: it cannot.
 BUSY = CostTable(draft=((1, 0.1), (64, 1.0)), verify=((1, 1.0), (512, 512.0)), label="by the row")
@@ -227,9 +228,23 @@ def test_ten_thousand_steps_of_128_sequences_take_seconds() -> None:
 # -- cost tables ----------------------------------------------------------------------------------
 
 
-def test_the_recorded_table_is_what_was_recorded() -> None:
-    assert "h200-rank" in cost_tables()
+def test_the_rank_s_table_is_what_its_step_took() -> None:
+    assert {"gb200-tp8", "h200-rank", "h200-vllm"} <= set(cost_tables())
     named = cost_table("h200-rank")
+    rows = json.loads((RESULTS / "rank-load-h200.json").read_text("utf-8"))["verify"]
+    took = {int(n): row["milliseconds"] for n, row in rows.items() if n.isdigit()}
+    # One row takes the chain of one sequence, which is faster.
+    took[1] = rows["1, one sequence's chain"]["milliseconds"]
+    assert sorted(took) == [2**i for i in range(11)]
+    assert {row["context"] for row in rows.values()} == {8192}
+    for n, ms in took.items():
+        assert named.table.verify_ms(n) == pytest.approx(ms, abs=6e-4)
+    assert (named.draft, named.verify) == ("modelled", "recorded")
+    assert named.table.draft == cost_table("h200-vllm").table.draft
+
+
+def test_the_engine_s_table_is_what_was_recorded() -> None:
+    named = cost_table("h200-vllm")
     recorded = {1: 4.47, 2: 5.33, 4: 7.26, 8: 11.1, 16: 16.1, 32: 23.9, 64: 31.9, 128: 36.2}
     for rows, ms in recorded.items():
         assert named.table.verify_ms(rows) == ms

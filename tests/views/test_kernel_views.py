@@ -14,7 +14,7 @@ from workbench.errors import WorkbenchError
 from workbench.files import read_json
 from workbench.kernels import ledger, reference, registry
 from workbench.kernels.check import Verdict
-from workbench.kernels.results import PACKAGED, BenchResult, BenchRow
+from workbench.kernels.results import PACKAGED, BenchResult, BenchRow, recorded
 from workbench.kernels.roofline import Rates, data_sheet_rates
 from workbench.kernels.shapes import Shapes
 from workbench.kernels.tables import Resolved
@@ -371,3 +371,16 @@ def test_data_sheet_rates_are_named_as_such() -> None:
     shapes = Shapes.of(workbench.resolve("beam-tiny").config)
     text = kernel_pages.kernel_operations(shapes, data_sheet_rates("H200")).text
     assert "the rates of H200 (data sheet)" in text
+
+
+def test_a_smaller_menu_and_none() -> None:
+    bench = recorded("H200")[0]
+    whole = kernel_rates.kernel_roofline(bench, tp=8, tokens=8)
+    some = kernel_rates.kernel_roofline(bench, tp=8, tokens=8, among=(1024,))
+    labels = [b.label for b in some.figure.layout.updatemenus[0].buttons]
+    assert len(labels) == 2 < len(whole.figure.layout.updatemenus[0].buttons)
+    assert some.text == whole.text
+    alone = kernel_rates.kernel_fractions(bench, tp=8, tokens=64, menu=False)
+    assert not alone.figure.layout.updatemenus
+    assert all(trace.visible for trace in alone.figure.data)
+    assert alone.text == kernel_rates.kernel_fractions(bench, tp=8, tokens=64).text

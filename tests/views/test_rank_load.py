@@ -77,10 +77,11 @@ def test_wrong_and_odd_batches_have_no_point(load: dict[str, Any]) -> None:
 
 def test_a_verification_has_its_floor_and_the_bench_s_document_too(load: dict[str, Any]) -> None:
     found = lines(rank_verify(load))
-    wanted = {int(n): row["milliseconds"] for n, row in load["verify"].items()}
+    rows = {int(n): row for n, row in load["verify"].items() if n.isdigit()}
+    wanted = {n: row["milliseconds"] for n, row in rows.items()}
     assert found["fused for many rows"] == pytest.approx(wanted)
     assert sorted(wanted)[-1] == 1024
-    assert found["floor"] == pytest.approx({int(n): r["floor"] for n, r in load["verify"].items()})
+    assert found["floor"] == pytest.approx({n: row["floor"] for n, row in rows.items()})
     assert found["vLLM 0.33, graph replay"] == pytest.approx(REPLAYS)
     sizes = [{"rows": 4, "sequences": 2, "milliseconds": 6.0, "floor_milliseconds": 4.0,
               "failures": []}]  # fmt: skip
@@ -88,6 +89,17 @@ def test_a_verification_has_its_floor_and_the_bench_s_document_too(load: dict[st
     assert lines(view) == {"fused for many rows": {4: 6.0}, "floor": {4: 4.0}}
     assert "4 tokens    6.00 ms  floor   4.00 ms  1.50 × floor" in view.text
     assert "500 tokens of context" in view.text
+    odd = [sizes[0] | {"rows": rows} for rows in (3, 100)]  # asked for, and so drawn
+    assert lines(rank_verify({"sizes": odd}))["floor"] == {3: 4.0, 100: 4.0}
+
+
+def test_the_engine_s_bf16_stands_beside_no_other_dtype(
+    load: dict[str, Any], prefill: dict[str, Any]
+) -> None:
+    assert "vLLM" in rank_load(load).text
+    assert "vLLM" in rank_prefill(prefill).text
+    assert "vLLM" not in rank_load(load | {"dtype": "float32"}).text
+    assert "vLLM" not in rank_prefill(prefill | {"dtype": "float32"}).text
 
 
 def stacks(view: Any) -> dict[float, dict[str, float]]:
@@ -109,7 +121,8 @@ def test_a_prefill_s_parts_add_up_to_its_time(prefill: dict[str, Any]) -> None:
     for name, parts in zip(order, found, strict=True):
         row = prefill[name]
         assert sum(parts.values()) <= row["milliseconds"] * (1 + 1e-6)
-        assert sum(parts.values()) > 0.95 * row["milliseconds"]
+        # The kernels were timed in a run of their own, at other clocks.
+        assert sum(parts.values()) > 0.9 * row["milliseconds"]
         unit = "own_microseconds" if "own_microseconds" in row["kernels"][0] else "microseconds"
         total = sum(k[unit] for k in row["kernels"])
         down = sum(k[unit] for k in row["kernels"] if "down" in k["kernel"])

@@ -308,9 +308,13 @@ class Adaptive:
 
     Attributes:
         table: what a step costs.
+        frugal: whether the decode loop may rest, verifying all drafts for a while, where deciding
+            costs more than it promises: at one sequence a step is short and its rows are cheap. The
+            engine, whose decisions cost next to nothing of a step, always decides.
     """
 
     table: CostTable
+    frugal: bool = False
     name = "adaptive"
 
     def __post_init__(self) -> None:

@@ -202,7 +202,7 @@ class Turns:
     def _decode(self, group: tuple[int, ...], way: Way, most: int, estimator: Estimator) -> Outcome:
         deciding: dict[str, Any] = {}
         if way == "adaptive" and self.table is not None:
-            deciding = {"policy": Adaptive(self.table), "estimator": estimator}
+            deciding = {"policy": Adaptive(self.table, frugal=True), "estimator": estimator}
         drafter = None if way == "none" else self.drafter
         decoding = decode(
             self.beam,

@@ -25,14 +25,22 @@ from workbench.spec.adaptive import (
     name_of,
 )
 
+# A frugal policy's decisions that are weighed against what they cost, and the steps that it rests
+# after they did not pay.
+WEIGHED, RESTS = 32, 480
+# Promises are the best of many guesses, so they come true in part; and what deciding costs is more
+# than its own time, since it takes room in the processor's caches.
+_PROMISED = 2.0  # times its cost
+_NONE: Floats = np.empty((0, 0))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decided:
     """A decision, and the confidences it was made from.
 
     Attributes:
-        decision: the policy's, or fixed verification where it failed.
-        stale, live: float64 ``[R, K]``, conditional.
+        decision: the policy's, or fixed verification where it failed or rests.
+        stale, live: float64 ``[R, K]``, conditional; ``[0, 0]`` where it rests.
     """
 
     decision: Decision
@@ -69,11 +77,35 @@ class Decider:
         self._ones: Ints = np.ones(0, np.int64)
         self._yes = np.ones(0, np.bool_)
         self._asked: tuple[Array, Array] | None = None  # predictions and features, until judged
+        self._frugal = getattr(policy, "frugal", False) is True
+        self._left, self._why = 0, ""  # steps to rest, and the reason
+        self._resting: tuple[list[int], Decided] | None = None  # the last one, of these drafts
+        self._promised: list[float] = []  # gains over verifying all, of the decisions weighed
+        self._spent = self._steps = 0.0  # s of these, deciding and all else
 
     @property
     def name(self) -> str:
         """The policy's, however odd it is."""
         return name_of(self.policy) or "unnamed"
+
+    def rest(self, drafted: Sequence[int]) -> Decided | None:
+        """All drafts while a frugal policy rests, None where it is to be asked.
+
+        A rest ends early when another number of requests decodes.
+        """
+        if not self._frugal:
+            return None
+        if len(drafted) != len(self._of):
+            self._left = 0
+            self._weigh_anew()
+        if not self._left:
+            return None
+        self._left -= 1
+        if self._resting is None or self._resting[0] != drafted:
+            room = np.array(drafted, np.int64)
+            decision = Decision(admitted=room, budget=int(room.sum()), reason=self._why)
+            self._resting = list(drafted), Decided(decision=decision, stale=_NONE, live=_NONE)
+        return self._resting[1]
 
     def decide(
         self, requests: Sequence[int], drafted: Sequence[int], scores: Array, temperature: float
@@ -103,6 +135,9 @@ class Decider:
         decision = checked(self.policy, situation)
         self._of, self._last = list(requests), live
         self._asked = predicted, features
+        if self._frugal and len(decision.objective) > room.sum():
+            objective = decision.objective
+            self._promised.append(float(objective[decision.budget] / objective[-1]) - 1)
         return Decided(decision=decision, stale=stale, live=live)
 
     def learn(self, accepted: Sequence[int], admitted: Sequence[int]) -> None:
@@ -110,3 +145,24 @@ class Decider:
         if self._asked is not None:
             self.estimator.take(*self._asked, accepted, admitted)
             self._asked = None
+
+    def spent(self, deciding: float, step: float) -> None:
+        """What a step took that was decided, in seconds: decides whether a frugal policy rests."""
+        if not self._frugal or self._left or not self._promised:
+            return
+        self._spent += deciding
+        self._steps += step - deciding
+        if len(self._promised) < WEIGHED:
+            return
+        cost, promise = self._spent / self._steps, sum(self._promised) / len(self._promised)
+        if promise < _PROMISED * cost:
+            self._left, self._resting = RESTS, None
+            self._why = (
+                f"rests: trimming promises {promise:.1%}, deciding costs {cost:.1%}; all drafts "
+                f"for {RESTS} steps"
+            )
+        self._weigh_anew()
+
+    def _weigh_anew(self) -> None:
+        self._promised.clear()
+        self._spent = self._steps = 0.0

@@ -293,9 +293,11 @@ class Decoding(Iterator[Step]):
             proposal = self._propose(alive, slots)
         drafted = perf_counter()
         if self.decider is not None and proposal is not None:
-            scores = proposal.scores.float().cpu().numpy()
-            heat = self.settings.sampling.temperature
-            decided = self.decider.decide([r.request for r in alive], room, scores, heat)
+            decided = self.decider.rest(room)
+            if decided is None:
+                scores = proposal.scores.float().cpu().numpy()
+                heat = min(self.settings.sampling.temperature, torch.finfo(torch.float32).max)
+                decided = self.decider.decide([r.request for r in alive], room, scores, heat)
             admitted = decided.decision.admitted.tolist()
         deciding = perf_counter()
         with torch.inference_mode():
@@ -325,6 +327,8 @@ class Decoding(Iterator[Step]):
         self.steps += 1
         drafting = (drafted - start if proposal is not None else 0.0) + writing
         policy = deciding - drafted + learned - verified if decided else 0.0
+        if self.decider is not None and decided is not None:
+            self.decider.spent(policy, seconds)
         times = (drafting, verified - deciding, policy)
         return self._step("decode", sum(counts), *times, seconds, parts, decided)
 
@@ -436,7 +440,7 @@ class Decoding(Iterator[Step]):
         drafts = lists.tokens[row] if drafting else []
         kept, kinds_kept = running.take(self.beam, [*drafts[:accepted], token], kinds, self._eos)
         none: tuple[()] = ()
-        told = drafting and decided is not None
+        told = drafting and decided is not None and len(decided.live) > row
         return RequestStep(
             request=running.request,
             position=position,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
@@ -38,7 +39,7 @@ ROUNDS = 5  # steps of each size, of which the median is taken
 MOST_REQUESTS = 512
 CONTEXT = 256
 STEPS = 2  # sizes measured for each row more of all sequences
-SCHEMA = "workbench-cost-table/2"
+SCHEMA = "workbench-cost-table/3"
 _GREEDY = Sampling()
 
 Progress = Callable[[int, int], None]
@@ -58,9 +59,9 @@ def profile(
 ) -> CostTable:
     """The cost table of ``requests`` sequences decoded together, measured here or kept from before.
 
-    A verification of n rows has one row of n sequences up to ``requests``, and beyond that n rows
-    spread evenly over all: what a step with so many admitted drafts looks like. The draft curve has
-    all else that a step takes but deciding.
+    A verification of n rows has one row of n sequences up to ``requests``, and beyond that drafts
+    dealt out to all at random: what a step with so many admitted drafts looks like. The draft curve
+    has all else that a step takes but deciding.
 
     Args:
         requests: the most sequences decoded together.
@@ -146,7 +147,8 @@ def _measured(
     for n in few:
         rows = beyond if n == requests else [n, n * (drafts + 1)]
         turns = [rows[i % len(rows) :] + rows[: i % len(rows)] for i in range(rounds + 1)]
-        plan.append((n, [_spread(r, n) for turn in turns for r in turn]))
+        dealt = [_spread(r, n, drafts + 1, t) for t, turn in enumerate(turns) for r in turn]
+        plan.append((n, dealt))
     of, done = sum(len(steps) for _, steps in plan), 0
     draft: dict[int, list[float]] = {n: [] for n in few}
     verify: dict[int, list[float]] = {n: [] for n in sorted({*few, *beyond})}
@@ -207,11 +209,15 @@ def _doublings(most: int) -> list[int]:
     return sorted({*sizes, most})
 
 
-def _spread(rows: int, requests: int) -> list[int]:
-    """Rows of each sequence of a pass, as even as can be; fewer sequences for fewer rows."""
-    batch = min(rows, requests)
-    each, more = divmod(rows, batch)
-    return [each + 1] * more + [each] * (batch - more)
+def _spread(rows: int, requests: int, most: int, turn: int = 0) -> list[int]:
+    """Rows of each sequence of a pass: one each, and drafts dealt out at random, at most ``most``
+    rows of a sequence; fewer sequences for fewer rows. A pass of uneven sequences takes longer than
+    one of even ones, and uneven is what a policy makes them."""
+    counts = [1] * min(rows, requests)
+    deal = random.Random(f"{rows}, {requests}, {turn}")
+    for _ in range(rows - len(counts)):
+        counts[deal.choice([i for i, count in enumerate(counts) if count < most])] += 1
+    return counts
 
 
 def _hardware(beam: Beam) -> str:

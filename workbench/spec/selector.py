@@ -76,7 +76,8 @@ def walk(
             f"the scores of {drafter.name} are not finite; check its weights and config, and any "
             "intervention"
         )
-    heat = torch.full((len(anchors),), temperature, device=hidden.device)
+    hottest = min(temperature, torch.finfo(torch.float32).max)  # beyond it all are alike
+    heat = torch.full((len(anchors),), hottest, device=hidden.device)
     tokens, scores = drafter.kernels.selector_walk(edges, ids, heat, noise)
     return Proposal(token_ids=tokens, candidates=ids, unary=unary, scores=scores)
 

@@ -54,6 +54,9 @@ _PUBLIC = {
     "rank_contexts": "rank_lengths",
     "rank_kernels": "rank_times",
     "rank_leave_one_out": "rank_decode",
+    "rank_load": "rank_load",
+    "rank_prefill": "rank_prefill",
+    "rank_verify": "rank_load",
     "rank_waterfall": "rank_decode",
     "reconciliation": "startup",
     "reliability_diagram": "adaptive_reliability",
@@ -138,6 +141,9 @@ if TYPE_CHECKING:
     from workbench.views.rank_decode import rank_leave_one_out as rank_leave_one_out
     from workbench.views.rank_decode import rank_waterfall as rank_waterfall
     from workbench.views.rank_lengths import rank_contexts as rank_contexts
+    from workbench.views.rank_load import rank_load as rank_load
+    from workbench.views.rank_load import rank_verify as rank_verify
+    from workbench.views.rank_prefill import rank_prefill as rank_prefill
     from workbench.views.rank_times import rank_kernels as rank_kernels
     from workbench.views.residual import residual_scale as residual_scale
     from workbench.views.spec_blocks import block_strip as block_strip

@@ -74,6 +74,7 @@ def kernel_roofline(
     tokens: int | None = None,
     dtype: str = "bfloat16",
     every: bool = False,
+    among: Sequence[int] | None = None,
 ) -> View:
     """One point an operation and variant: FLOP a byte across, FLOP/s reached up, both logarithmic.
 
@@ -81,13 +82,16 @@ def kernel_roofline(
     tokens, and the tensor-parallel ranks unless ``tp`` is given; ``tokens`` is what is shown at
     first. The colour is the kind of operation, the symbol the variant. ``every`` adds the drafter's
     operations and the further kinds of inputs: FP8 caches, verification, ragged batches, expert
-    groups.
+    groups. ``among`` leaves so many tokens in the menu, for a smaller figure.
 
     Raises:
         WorkbenchError: nothing was timed, or not at this ``tp`` and ``tokens``.
     """
     cases = _cases(result, dtype, every, tp, tokens)
     first = _first(cases, tp, tokens)
+    if among is not None:
+        kept = {*among, first[1]}
+        cases = {case: rows for case, rows in cases.items() if case[1] in kept}
     variants = _variants(row for rows in cases.values() for row in rows)
     fig = theme.figure(
         "The roofline of each operation",
@@ -172,10 +176,12 @@ def kernel_fractions(
     tokens: int | None = None,
     dtype: str = "bfloat16",
     every: bool = False,
+    menu: bool = True,
 ) -> View:
     """How much of the roofline each variant reaches, operation by operation: bars up to 100 %.
 
-    The menu chooses as in :func:`kernel_roofline`. 100 % is the least time at the rates measured in
+    The menu chooses as in :func:`kernel_roofline`; without it (``menu=False``) the figure is a
+    quarter of the size. 100 % is the least time at the rates measured in
     the same run; beside a bar is its median time.
 
     Raises:
@@ -183,6 +189,8 @@ def kernel_fractions(
     """
     cases = _cases(result, dtype, every, tp, tokens)
     first = _first(cases, tp, tokens)
+    if not menu:
+        cases = {first: cases[first]}
     every_row = [row for rows in cases.values() for row in rows]
     variants = _variants(every_row)
     places, labels, length = _places(every_row, variants)
@@ -228,7 +236,7 @@ def kernel_fractions(
         yaxis={"tickvals": [place for place, _ in labels],
                "ticktext": [theme.ink(theme.plain(word)) for _, word in labels],
                "range": [length - 0.5, -0.5 - _GAP / 2], "showgrid": False},
-        updatemenus=[_menu(cases, first, 0, owners, above=fig.layout.margin.t)],
+        updatemenus=[_menu(cases, first, 0, owners, above=fig.layout.margin.t)] if menu else None,
     )  # fmt: skip
     _share(fig, "bar", {
         "hovertemplate": _HOVER, "texttemplate": "%{customdata[0]:,.3~r} µs",

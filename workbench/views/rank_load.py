@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
 from workbench.model.reference_figures import Reference, reference
-from workbench.views import theme
+from workbench.views import adaptive_figure, theme
 from workbench.views.rank_sources import source
 from workbench.views.view import View
 
@@ -107,12 +107,12 @@ def rank_verify(document: Mapping[str, Any]) -> View:
     what = f"verification{_contexts(document, 'verify')}"
     shared = _shared(document)
     remarks = (shared, _FLOOR, _ENGINE if _full(document) else "")
-    figure = theme.figure(
+    figure = adaptive_figure.figure(
         "A verification by its tokens",
         _said(document, what, *remarks),
         height=420,
         legend_under_title=True,
-        margin={"l": 56, "r": 28, "t": _TOP, "b": _BOTTOM},
+        margin={"l": 56, "r": 28, "t": _TOP - 32, "b": _BOTTOM},
     )
     for line in lines:
         met = [r for other in lines if other is not line for r in other.points]
@@ -216,17 +216,20 @@ def _ours(document: Any, part: str) -> list[_Line]:
         if line.points:
             found.append(line)
     if not found or found[0].look != "load":
+        again = "workbench bench verify" if part == "verify" else "benchmarks/rank_load.py"
         raise WorkbenchError(
-            f"this document has no times of {part}; run the bench with --batch or --tokens again, "
-            "or read the recorded one with recorded_load()"
+            f"this document has no times of {part}; run {again} on a GPU, or read the recorded one "
+            "with recorded_load()"
         )
     return found
 
 
 def _rows(document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """The rows of a part, each with its count of rows; batches that are powers of two."""
+    """The rows of a part, each with its count of rows: of a recorded run the powers of two, of a
+    verification of one's own whatever was asked for."""
     part: Any = document.get(name)
-    if part is None and name == "verify":
+    asked = part is None and name == "verify"
+    if asked:
         part = document.get("sizes")
     if part is None:
         return []
@@ -243,7 +246,7 @@ def _rows(document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
         count = int(key)
         if count < 1:
             raise WorkbenchError(f"{name}[{key!r:.20}] of this document has no rows")
-        if count & (count - 1) == 0:  # odd sizes are there for their check
+        if asked or count & (count - 1) == 0:  # odd batches are there for their check
             found.append(dict(row) | {"rows": count})
     return found
 
@@ -277,8 +280,9 @@ def _recorded(look: str, name: str, found: Mapping[int, Reference]) -> _Line:
 
 def _full(document: Mapping[str, Any]) -> bool:
     """Whether it is the rank that the engine's times are of."""
-    layers = document.get("layers")
-    return (document.get("model"), document.get("tp"), layers) == (_MODEL, _TP, _LAYERS)
+    layers, dtype = document.get("layers"), document.get("dtype", "bfloat16")
+    whose = (document.get("model"), document.get("tp"), layers, dtype)
+    return whose == (_MODEL, _TP, _LAYERS, "bfloat16")
 
 
 def _versions(document: Mapping[str, Any]) -> dict[str, Any]:

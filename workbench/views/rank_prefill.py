@@ -255,8 +255,9 @@ def _number(value: Any, where: str) -> float:
 def _others(document: Mapping[str, Any], contexts: set[int]) -> list[_Row]:
     """The engine's recorded time without earlier context, the published pair at 100k."""
     size = (document.get("sequences"), document.get("tokens"))
-    of = (document.get("model"), document.get("tp"), document.get("layers", 52))
-    if size != _SIZE or of != ("beam-501b", 8, 52):
+    of = (document.get("model"), document.get("tp"), document.get("layers", 52),
+          document.get("dtype", "bfloat16"))  # fmt: skip
+    if size != _SIZE or of != ("beam-501b", 8, 52, "bfloat16"):
         return []
     rows = []
     if 0 in contexts:

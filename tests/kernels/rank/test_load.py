@@ -264,6 +264,7 @@ def test_a_cost_table_has_the_medians_and_says_where_they_are_from(tmp_path: Pat
         verify_table({1: [2.0], 4: None}, draft, label="a card", date="2026-01-01")
 
 
+@interpreted
 def test_the_command_checks_a_small_rank_and_says_what_it_cannot(tmp_path: Path) -> None:
     small = ["bench", "verify", "--model", "beam-tiny", "--tp", "2", "--layers", "2"]
     small += ["--device", "cpu", "--dtype", "float32", "--context", "20"]

@@ -18,7 +18,7 @@ from workbench.cli_bench_decode import page
 from workbench.errors import KernelError
 from workbench.kernels.rank import RankState, RankWeights, waterfall
 from workbench.kernels.rank.graph import Times, capture, time_replays
-from workbench.kernels.rank.reference import check_step
+from workbench.kernels.rank.reference import StepCheck, check_step
 from workbench.kernels.rank.stages import NAMES, cumulative, make, stage
 from workbench.kernels.rank.targets import job
 from workbench.kernels.rank.waterfall import NOTE, SCHEMA, TIMED, described, measure
@@ -410,3 +410,31 @@ def test_graphs_of_a_full_width_rank_agree_with_float64() -> None:
             assert torch.equal(bits[0], bits[1])
             assert torch.equal(bits[0], bits[2])
             assert state.position.tolist() == [4098]
+
+
+def test_the_floor_of_a_batch_counts_the_experts_that_it_met(rank: Make) -> None:
+    weights, state = rank(20, batch=3)
+    found = measure(
+        weights, state, variants=("naive",), rounds=2, leave_one_out=False, profile=False,
+        rates=RATES,
+    ).to_dict()  # fmt: skip
+    distinct = found["experts"]["per_step"]
+    assert weights.shapes.top_k < distinct <= 3 * weights.shapes.top_k
+    moved = weights.step_bytes(distinct, 3) + weights.cache_bytes(20, 3)
+    assert found["floor_milliseconds"] == pytest.approx(1e3 * moved / RATES.bandwidth)
+    row = found["variants"]["naive"]
+    share = found["floor_milliseconds"] / row["milliseconds"]
+    assert row["fraction_of_floor"] == pytest.approx(share)
+
+
+def test_ties_are_counted_by_choices() -> None:
+    def check(sets: int, sequences: int) -> list[str]:
+        return StepCheck(
+            layer_errors=(0.0,) * 52, cache_error=0.0, logits_error=0.0, expert_sets=sets,
+            unexplained_sets=0, margin=1.0, next_token_equal=True, finite=True,
+            sequences=sequences,
+        ).failures(1e-2)  # fmt: skip
+
+    # 15 of 100 for one sequence, 5 of 100 among many: 7.8 of 52, and 83.2 of 1,664.
+    assert [bool(check(n, 1)) for n in (7, 8)] == [False, True]
+    assert [bool(check(n, 32)) for n in (16, 83, 84)] == [False, False, True]

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from workbench.errors import KernelError
@@ -74,20 +76,15 @@ def read_choices(path: str | Path) -> dict[int, tuple[Tensor, Tensor]]:
     """Recorded choices by number of rows: ids int64 and shares float32, ``[layers, rows, K]``.
 
     The file holds tensors ``ids R`` and ``shares R``, as ``benchmarks/rank_load.py --record``
-    writes them: safetensors, or torch's own format, of which only tensors are loaded.
+    writes them: safetensors.
 
     Raises:
         KernelError: it cannot be read, or a number of rows lacks its ids or shares.
     """
     path = Path(path)
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load
-
-            held = load(path.read_bytes())
-        else:
-            held = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # both readers raise classes of their own
+        held = load(path.read_bytes())
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise KernelError(f"{path} holds no recorded choices of experts: {reason:.160}") from error
     return paired(held, str(path))
@@ -118,6 +115,26 @@ def paired(held: Mapping[str, Tensor], name: str) -> dict[int, tuple[Tensor, Ten
             )
         found[int(rows)] = (ids.long(), shares.float())
     return found
+
+
+def refuse_experts(ids: Tensor, experts: int) -> None:
+    """Refuse a sparse layer's choices, ``[..., K]``, that kernels could not place in their lists.
+
+    Raises:
+        KernelError: experts that do not exist, or one that a token has twice.
+    """
+    if not ids.numel() or ids.device.type == "meta":
+        return
+    if int(ids.min()) < 0 or int(ids.max()) >= experts:
+        raise KernelError(
+            f"recorded choices name experts {int(ids.min())} to {int(ids.max())}, and there are 0 "
+            f"to {experts - 1}; record them with the same model"
+        )
+    near = ids.sort(-1).values
+    if bool((near[..., 1:] == near[..., :-1]).any()):
+        raise KernelError(
+            "recorded choices name an expert twice for one token; record them with a router"
+        )
 
 
 def distinct_experts(ids: Tensor) -> float:

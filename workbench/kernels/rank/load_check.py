@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from workbench.errors import KernelError
 from workbench.kernels.rank.load_state import LoadState
@@ -14,6 +15,20 @@ from workbench.kernels.rank.load_step import LoadStep
 from workbench.kernels.rank.reference import MARGIN, Reference, StepCheck, _relative
 from workbench.kernels.rank.state import RankState
 from workbench.kernels.rank.weights import RankWeights
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    """The relative error (L2); infinite where it is no number, which a maximum would pass over."""
+    error = _relative(found, wanted)
+    return error if math.isfinite(error) else math.inf
+
+
+def told(check: StepCheck) -> dict[str, Any]:
+    """Its values for JSON, which has no word for what is no number: None there."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in check.to_dict().items()
+    }
 
 
 def check_load(
@@ -71,15 +86,15 @@ def check_load(
                     set(own.tolist()) != set(wanted.ids.tolist()) and wanted.explains(own)
                 ):
                     wanted = reference.layer(index, before, b, positions[b], ours)
-            worst = max(worst, _relative(after, wanted.h))
+            worst = max(worst, apart(after, wanted.h))
             row = positions[b] if layer.full else positions[b] % state.ring
             for store, value in ((view.k, wanted.k), (view.v, wanted.v)):
-                cache = max(cache, _relative(store[index][b, row], value))
+                cache = max(cache, apart(store[index][b, row], value))
         errors.append(worst)
     for b in asked:
         finite &= torch.equal(step.h[0][b], weights.embed[tokens[b]])
         wanted_logits = reference.logits(step.h[count][b])
-        logit = max(logit, _relative(state.logits[b], wanted_logits))
+        logit = max(logit, apart(state.logits[b], wanted_logits))
         top = wanted_logits.topk(2)
         gap = float(top.values[0] - top.values[1])
         found = int(state.next_token[b])
@@ -97,4 +112,5 @@ def check_load(
         margin=margin if math.isfinite(margin) else 0.0,  # every row was a tie
         next_token_equal=equal,
         finite=finite,
+        sequences=len(asked),
     )

@@ -71,23 +71,48 @@ class LoadConfig:
     dependent: bool | None = None
 
 
-def config_for(rows: int, *, single: bool = False) -> LoadConfig:
-    """The launch sizes for a step of ``rows`` rows; ``single``: of float32, whose tiles have half
-    the columns, or they would not fit into shared memory.
+def config_for(rows: int, *, single: bool = False, equal: bool = False) -> LoadConfig:
+    """The launch sizes for a step of ``rows`` rows, and what it leaves to the registry's kernels.
 
-    The experts' are the fastest of a sweep on one H200 at 8, 32 and 128 rows (BF16, TP8; 52, 160
-    and 248 experts touched): up 81 / 243 / 367 us, down 46 / 133 / 201 us.
+    Chosen on one H200 by whole steps with one choice changed at a time (BF16, TP8, 8, 32, 128, 512
+    and 1,024 rows; ``benchmarks/rank_load.py``); between these the nearest counts.
+
+    Args:
+        rows: of all sequences together.
+        single: of float32, whose tiles have half the columns, or they would not fit into shared
+            memory; nothing is left to the registry.
+        equal: sequences of one size with one new row each, which the registry's attention takes.
     """
     if single:
-        wide = config_for(rows)
+        wide = replace(config_for(rows), chain=())
         tiles = ("qkvg", "o_proj", "router", "up", "down", "dense_up", "dense_down", "head")
         halves = {name: replace(getattr(wide, name), depth=_half(wide, name)) for name in tiles}
         return replace(wide, **halves)
+    base = _sizes(rows)
+    chain = next(ops for most, ops in _CHAINS if rows <= most)
+    return replace(base, chain=tuple(op for op in chain if equal or op != "attention"))
+
+
+# Up to so many rows these operations are faster as the registry's.
+_CHAINS: tuple[tuple[float, tuple[str, ...]], ...] = (
+    (4, ()),
+    (16, ("qkvg", "attention", "router")),
+    (64, ("qkvg", "attention", "o_proj")),
+    (128, FROM_CHAIN),
+    (512, ("qkvg", "o_proj", "boundary", "router", "combine")),
+    (float("inf"), ("o_proj", "router")),
+)
+
+
+def _sizes(rows: int) -> LoadConfig:
     base = LoadConfig()
     if rows <= 4:  # few experts: more programs for each
         narrow = Experts(rows=16 if rows <= 2 else 32, depth=256, stages=3, swap=False)
         return replace(base, up=narrow)
     if rows <= 64:
+        base = replace(base, vector_warps=16, float_products=0)
+        if rows <= 16:
+            return replace(base, up=Experts(rows=32, depth=128, stages=5, swap=False))
         return base
     # Tiles of 128 rows of the step: half the columns, or a multiprocessor holds one program alone.
     halved = {
@@ -101,15 +126,15 @@ def config_for(rows: int, *, single: bool = False) -> LoadConfig:
     # An expert has 8 pairs and more: tiles that hold them all, so that its weights go through once,
     # with rows enough that the tokens, gathered once a program, are not the larger traffic. Tiles
     # of tokens make programs enough, so the inner dimension is split less.
-    splits = {"qkvg": 2 if rows <= 512 else 1, "o_proj": 1, "dense_down": 1}
+    few = rows <= 512
+    splits = {"qkvg": 2 if few else 1, "o_proj": 1, "dense_down": 1}
     fewer = {name: replace(getattr(base, name), splits=n) for name, n in splits.items()}
-    tokens = 32 if rows <= 512 else 64
     return replace(
         base,
         **fewer,
         router=replace(base.router, splits=10 if rows <= 256 else 5),
-        up=Experts(tokens=tokens, rows=64, depth=64, swap=False),
-        down=Experts(tokens=tokens, rows=128, depth=64, stages=3, swap=rows <= 512),
+        up=Experts(tokens=64, rows=64, depth=64, tma=few),
+        down=Experts(tokens=32 if few else 64, rows=128, depth=64, stages=3, tma=True),
     )
 
 

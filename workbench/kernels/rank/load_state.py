@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from workbench.kernels.rank.weights import SPARE_BYTES, RankWeights
 
 HEADROOM = 64  # positions behind the contexts into which replays may advance
 NEW_MOST = 16  # new rows of a sequence, which attention holds in one tile
+SEQUENCES_MOST = 65_535  # the third axis of a launch, which attention's sequences are
 _PIECE = 1 << 27  # values of a cache made at a time: random numbers come with a copy
 
 
@@ -51,6 +53,19 @@ class RowView:
     def rows_of(self, full: bool) -> int:
         """Rows after which a layer's positions begin again."""
         return self.most if full else self.ring
+
+
+def refuse_many(sequences: int) -> None:
+    """Refuse more sequences than one launch has programs for.
+
+    Raises:
+        KernelError: there are more.
+    """
+    if sequences > SEQUENCES_MOST:
+        raise KernelError(
+            f"a step of many rows takes up to {SEQUENCES_MOST:,} sequences, not {sequences:,}; "
+            "give fewer"
+        )
 
 
 class LoadState:
@@ -90,6 +105,7 @@ class LoadState:
                 f"number of new rows and headroom; not contexts {list(contexts)!r:.60}, "
                 f"rows {fresh!r:.60}, headroom {headroom}"
             )
+        refuse_many(len(contexts))
         if not 1 <= min(fresh) <= max(fresh) <= NEW_MOST:
             raise KernelError(
                 f"a sequence can have 1 to {NEW_MOST} new rows in a step, not "
@@ -135,9 +151,9 @@ class LoadState:
         def column(values: Sequence[int], kind: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=kind, device=device)
 
-        starts = [sum(sizes[:r]) for r in range(self.sequences)]
+        starts = [0, *accumulate(sizes)][:-1]
         self.start, self.size = column(starts, torch.int64), column(sizes, torch.int64)
-        firsts = [sum(fresh[:r]) for r in range(self.sequences)]
+        firsts = [0, *accumulate(fresh)][:-1]
         self.first, self.new = column(firsts, torch.int32), column(fresh, torch.int32)
         # Which sequence a row is of, and its place among the sequence's new rows.
         self.sequence = [r for r, n in enumerate(fresh) for _ in range(n)]
@@ -157,7 +173,12 @@ class LoadState:
 
     @classmethod
     def over(cls, state: RankState, weights: RankWeights) -> LoadState:
-        """The same sequences, one new row each, in the tensors that ``state`` has."""
+        """The same sequences, one new row each, in the tensors that ``state`` has.
+
+        Raises:
+            KernelError: more sequences than a step takes.
+        """
+        refuse_many(state.batch)
         made = object.__new__(cls)
         batch, device = state.batch, weights.device
         made.shapes, made.contexts, made.fresh = (

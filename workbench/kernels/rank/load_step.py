@@ -23,6 +23,7 @@ from workbench.kernels.launching import dependent_launch, multiprocessors
 from workbench.kernels.rank import load_attention as la
 from workbench.kernels.rank import load_experts as le
 from workbench.kernels.rank import load_products as lp
+from workbench.kernels.rank.choices import refuse_experts
 from workbench.kernels.rank.load_config import (
     FEW,
     FROM_CHAIN,
@@ -113,7 +114,8 @@ class LoadStep:
         """Allocate what passes between the kernels.
 
         Raises:
-            KernelError: as :func:`refuse_load` says, or choices of another number of rows.
+            KernelError: as :func:`refuse_load` says, choices of another number of rows, or of
+                experts that a row cannot have.
         """
         s, device = weights.shapes, weights.device
         refuse_load(weights, device, choices)
@@ -122,10 +124,14 @@ class LoadStep:
                 f"recorded choices of {choices.ids.shape[1]} rows cannot be replayed in a step of "
                 f"{state.rows}; record them with as many rows"
             )
+        if choices is not None:
+            sparse = [index for index, layer in enumerate(weights.layers) if not layer.dense]
+            refuse_experts(choices.ids[sparse], s.experts)
         self.weights, self.state, self.choices = weights, state, choices
         able = dependent_launch(weights.norm)
         self.advance = max(state.fresh) == 1 if advance is None else advance
-        usual = config_for(state.rows, single=weights.dtype == torch.float32)
+        equal = max(state.fresh) == 1 and len(set(state.contexts)) == 1
+        usual = config_for(state.rows, single=weights.dtype == torch.float32, equal=equal)
         self.config = config or (FEW if INTERPRETED else usual)
         wanted = self.config.dependent if dependent is None else dependent
         self.dependent = able if wanted is None else wanted

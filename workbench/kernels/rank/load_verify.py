@@ -20,11 +20,12 @@ import torch
 from workbench.errors import KernelError
 from workbench.kernels.rank.fused import FusedStep
 from workbench.kernels.rank.graph import ROUNDS, Replay, capture, time_replays
-from workbench.kernels.rank.load_check import check_load
-from workbench.kernels.rank.load_state import HEADROOM, NEW_MOST, LoadState
+from workbench.kernels.rank.load_check import check_load, told
+from workbench.kernels.rank.load_state import HEADROOM, NEW_MOST, LoadState, refuse_many
 from workbench.kernels.rank.load_step import LoadStep, refuse_load
 from workbench.kernels.rank.reference import StepCheck, check_step
 from workbench.kernels.rank.state import RankState
+from workbench.kernels.rank.waterfall import _refusal
 from workbench.kernels.rank.weights import RankWeights
 from workbench.kernels.roofline import Rates
 from workbench.kernels.triton_runtime import INTERPRETED
@@ -44,6 +45,7 @@ def spread(tokens: int, sequences: int | None) -> list[int]:
         KernelError: no tokens, no sequences, or more rows a sequence than a step takes.
     """
     count = min(tokens, SEQUENCES if sequences is None else sequences)
+    refuse_many(count)  # before as many are listed
     if count < 1:
         raise KernelError(
             f"{tokens} tokens of {sequences} sequences cannot be verified; give 1 or more of each"
@@ -79,6 +81,19 @@ def _made(
     return replay, kept, check, step.distinct(), state.read_bytes()
 
 
+def _unmade(error: Exception, size: int, done: Sequence[int]) -> KernelError | None:
+    """What a step says that does not fit; None for what says it itself, and for a defect."""
+    if isinstance(error, KernelError):
+        return None
+    if isinstance(error, torch.OutOfMemoryError):
+        fitted = f", or --tokens {','.join(map(str, done))}, which fitted" if done else ""
+        return KernelError(
+            f"the GPU's memory was full at a verification of {size} tokens: give a shorter "
+            f"--context or fewer --layers{fitted}"
+        )
+    return _refusal(f"of {size} tokens", error)
+
+
 def measure_verify(
     weights: RankWeights,
     tokens: Sequence[int],
@@ -103,16 +118,22 @@ def measure_verify(
     fresh = {size: spread(size, sequences) for size in sizes}
     say = progress or (lambda done, of, label: None)
     limit = LIMITS.get(weights.dtype, max(LIMITS.values()))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for done, size in enumerate(sizes):
         say(done, len(sizes), f"{size} tokens")
-        replay, state, check, distinct, read = _made(weights, context, fresh[size])
+        try:
+            replay, state, check, distinct, read = _made(weights, context, fresh[size])
+        except Exception as error:
+            said = _unmade(error, size, [row["rows"] for row in rows])
+            if said is None:
+                raise
+            raise said from error
         failures = check.failures(limit)
         moved = weights.step_bytes(distinct, size) + read
         row: dict[str, Any] = {
             "rows": size,
             "sequences": len(fresh[size]),
-            "check": check.to_dict(),
+            "check": told(check),
             "failures": failures,
             "distinct": distinct,
             "bytes": moved,
@@ -140,6 +161,7 @@ def measure_verify(
         "device": weights.device.type,
         "note": NOTE,
         "bandwidth": rates.bandwidth,
+        "how": "measured here",
         "sizes": rows,
         "date": date.today().isoformat(),
     }

@@ -11,15 +11,18 @@ from typing import Any
 import torch
 
 from workbench import hardware
+from workbench.errors import KernelError
+from workbench.kernels.rank.load_check import told
 from workbench.kernels.rank.prefill_check import check_prefill, sample_rows
 from workbench.kernels.rank.prefill_state import PrefillState, counted_flops
 from workbench.kernels.rank.prefill_step import LAYOUTS, PrefillConfig, PrefillStep, captured
+from workbench.kernels.rank.waterfall import _refusal
 from workbench.kernels.rank.weights import RankWeights
 from workbench.kernels.roofline import Rates
 
 LIMIT = 1.2e-2  # of a layer's relative error in BF16: about twice what plain torch has
 LIMIT_FLOAT32 = 1e-4
-NOTE = "one of tp ranks; no all-reduce on one GPU"
+NOTE = "no all-reduce on one GPU: the rank's partial sums are used as if they were whole"
 
 
 def timed(
@@ -106,7 +109,7 @@ def checked(
     step = PrefillStep(weights, state, form, config=config, watch=watch)
     check = check_prefill(step, weights, state)
     limit = LIMIT_FLOAT32 if weights.dtype == torch.float32 else LIMIT
-    return check.to_dict() | {"failures": check.failures(limit), "rows": len(watch)}
+    return told(check) | {"failures": check.failures(limit), "rows": len(watch)}
 
 
 def whole(
@@ -130,6 +133,22 @@ def whole(
     return found
 
 
+def _unmade(
+    error: Exception, form: str, done: Sequence[str], state: PrefillState
+) -> KernelError | None:
+    """What a form says that does not fit; None for what says it itself, and for a defect."""
+    if isinstance(error, KernelError):
+        return None
+    if isinstance(error, torch.OutOfMemoryError):
+        other = f", or leave it out (--variants {done[0]} fitted)" if done else ""
+        return KernelError(
+            f"the GPU's memory was full in the form {form} of {state.sequences} x {state.tokens} "
+            f"tokens behind {state.context}: give fewer --sequences or --tokens or a shorter "
+            f"--context{other}"
+        )
+    return _refusal(form, error)
+
+
 def measure_prefill(
     weights: RankWeights,
     state: PrefillState,
@@ -142,34 +161,47 @@ def measure_prefill(
     profile: bool = True,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any]:
-    """Check and time every form; a form that fails its check is not timed.
+    """Check and time every form; one that fails its check, or is ``interpreted``, is not timed.
 
     The experts' down projections are turned to the layout that a form reads, and back at the end.
 
     Raises:
         KernelError: a form that does not exist or cannot run here.
     """
-    first, variants = weights.down_layout, {}
+    first = weights.down_layout
+    variants: dict[str, dict[str, Any]] = {}
     name = "bf16" if weights.dtype == torch.bfloat16 else "fp32"
     for done, form in enumerate(forms):
         if progress is not None:
             progress(done, len(forms), form)
         weights.relayout(LAYOUTS.get(form, weights.down_layout))
-        check = checked(weights, state, form, None, rows)
-        row: dict[str, Any] = {"check": check, "failures": check.pop("failures")}
-        if not row["failures"]:
-            row |= whole(weights, state, form, None, rates.flops[name], rounds, profile)
+        # On a CPU Triton's kernels are interpreted: right, and no speed.
+        slow = weights.device.type == "cpu" and form != "naive"
+        try:
+            check = checked(weights, state, form, None, rows)
+            row: dict[str, Any] = {"check": check, "failures": check.pop("failures")}
+            row["interpreted"] = slow
+            if not row["failures"] and not slow:
+                row |= whole(weights, state, form, None, rates.flops[name], rounds, profile)
+        except Exception as error:
+            said = _unmade(error, form, list(variants), state)
+            if said is None:
+                raise
+            raise said from error
         variants[form] = row
     weights.relayout(first)
     flops = counted_flops(weights, state)
     best = [row["milliseconds"] for row in variants.values() if "milliseconds" in row]
     floor = flops["all"] / rates.flops[name] * 1e3
-    machine = hardware.machine()
+    machine, gpu = hardware.machine(), weights.device.type == "cuda"
     return {
         "kind": "prefill",
         "model": model,
         "tp": weights.shapes.tp,
         "layers": len(weights.layers),
+        "of_layers": weights.config.num_hidden_layers,
+        "dtype": str(weights.dtype).removeprefix("torch."),
+        "device": weights.device.type,
         "sequences": state.sequences,
         "batch": state.sequences,
         "tokens": state.tokens,
@@ -180,7 +212,7 @@ def measure_prefill(
         "floor_milliseconds": floor,
         "fraction_of_floor": floor / min(best) if best else None,
         "variants": variants,
-        "hardware": machine.gpus[0].name if machine.gpus else rates.label,
+        "hardware": machine.gpus[0].name if gpu and machine.gpus else rates.label,
         "versions": dict(machine.versions),
         "date": date.today().isoformat(),
         "note": NOTE,

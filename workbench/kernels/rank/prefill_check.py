@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.errors import KernelError
+from workbench.kernels.rank.load_check import apart
 from workbench.kernels.rank.prefill_state import PrefillState
 from workbench.kernels.rank.prefill_step import PrefillStep
-from workbench.kernels.rank.reference import Reference, StepCheck, _relative
+from workbench.kernels.rank.reference import MARGIN, Reference, StepCheck
 from workbench.kernels.rank.weights import RankWeights
 
 
@@ -58,8 +60,16 @@ def check_prefill(
     before it and the keys and values that the step left in the cache, the row's own among them;
     those are compared too. The last rows of all sequences must be watched. Outputs are poisoned
     before. ``expert_sets`` is an average over the rows, rounded up.
+
+    Raises:
+        KernelError: last rows that are not watched.
     """
-    assert step.watch is not None
+    watched = set() if step.watch is None else set(step.watch.tolist())
+    if step.watch is None or not watched.issuperset(state.last.tolist()):
+        raise KernelError(
+            "a prefill is checked by the last row of every sequence: watch them, as sample_rows "
+            "gives them"
+        )
     reference = Reference(weights, _Caches(weights, state))  # type: ignore[arg-type]
     state.poison()
     (run or step)()
@@ -83,18 +93,20 @@ def check_prefill(
                         wanted = reference.layer(index, before, b, state.context + t, own)
                     else:
                         unexplained += 1
-            worst = max(worst, _relative(after, wanted.h))
+            worst = max(worst, apart(after, wanted.h))
             for store, value in ((state.k, wanted.k), (state.v, wanted.v)):
-                cache = max(cache, _relative(store[index][b, past + t], value))
+                cache = max(cache, apart(store[index][b, past + t], value))
         errors.append(worst)
     margin, logit = math.inf, 0.0
     for b in range(state.sequences):
         at = rows.index((b + 1) * state.tokens - 1)
         wanted_logits = reference.logits(step.h[-1][at])
-        logit = max(logit, _relative(state.logits[b], wanted_logits))
+        logit = max(logit, apart(state.logits[b], wanted_logits))
         top = wanted_logits.topk(2)
-        margin = min(margin, float(top.values[0] - top.values[1]))
-        equal &= int(state.next_token[b]) == int(top.indices[0])
+        gap = float(top.values[0] - top.values[1])
+        if gap > MARGIN:  # of a tie either may come
+            margin = min(margin, gap)
+            equal &= int(state.next_token[b]) == int(top.indices[0])
     for at, row in enumerate(rows):
         finite &= torch.equal(step.h[0][at], weights.embed[state.token[row]])
     return StepCheck(
@@ -103,7 +115,7 @@ def check_prefill(
         logits_error=logit,
         expert_sets=math.ceil(sets / len(rows)),
         unexplained_sets=unexplained,
-        margin=margin,
+        margin=margin if math.isfinite(margin) else 0.0,  # every sequence was a tie
         next_token_equal=equal,
         finite=finite,
     )

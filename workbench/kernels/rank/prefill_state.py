@@ -16,6 +16,7 @@ from workbench.kernels.footprint import free_bytes
 from workbench.kernels.rank.state import rope_rows
 from workbench.kernels.rank.weights import RankWeights
 from workbench.kernels.reach import Spans
+from workbench.kernels.shapes import Shapes
 
 
 class PrefillState:
@@ -50,16 +51,7 @@ class PrefillState:
                 activations that do not fit the free memory.
         """
         s, device = weights.shapes, weights.device
-        if sequences < 1 or tokens < 1 or context < 0:
-            raise KernelError(
-                f"a prefill needs 1 or more sequences and tokens and a context of 0 or more, not "
-                f"{sequences}, {tokens} and {context}"
-            )
-        if context + tokens > s.context:
-            raise KernelError(
-                f"{tokens} tokens behind {context} exceed the model's context of {s.context}; "
-                "choose fewer --tokens or a shorter --context"
-            )
+        refuse_sizes(s, sequences, tokens, context)
         self.sequences, self.tokens, self.context, self.shapes = sequences, tokens, context, s
         self.past = {True: context, False: min(context, s.window - 1)}
         self._refuse_too_large(weights)
@@ -117,14 +109,38 @@ class PrefillState:
 
     def bytes(self, weights: RankWeights) -> int:
         """Bytes of caches and of the activations that are alive at the same time."""
-        s, size = self.shapes, weights.norm.element_size()
-        rows = sum(self.past[layer.full] + self.tokens for layer in weights.layers)
-        caches = 2 * rows * self.sequences * s.kv_heads * s.head_dim * size
-        # Streams and norms before and after, the experts' activations and products.
-        row = 6 * s.hidden + 2 * s.packed + s.top_k * (s.hidden + s.expert_width)
-        row = max(row, 6 * s.hidden + 2 * s.packed + 3 * s.mlp_width)
-        ends = 4 * (self.context + self.tokens) * s.head_dim + 4 * self.sequences * s.vocabulary
-        return caches + self.sequences * self.tokens * row * size + ends
+        return needed_bytes(weights, self.sequences, self.tokens, self.context)
+
+
+def refuse_sizes(s: Shapes, sequences: int, tokens: int, context: int) -> None:
+    """Refuse sizes that no prefill of this model can have.
+
+    Raises:
+        KernelError: no sequence, no token, or more of them than the model's context.
+    """
+    if sequences < 1 or tokens < 1 or context < 0:
+        raise KernelError(
+            f"a prefill needs 1 or more sequences and tokens and a context of 0 or more, not "
+            f"{sequences}, {tokens} and {context}"
+        )
+    if context + tokens > s.context:
+        raise KernelError(
+            f"{tokens} tokens behind {context} exceed the model's context of {s.context}; "
+            "choose fewer --tokens or a shorter --context"
+        )
+
+
+def needed_bytes(weights: RankWeights, sequences: int, tokens: int, context: int) -> int:
+    """Bytes of a prefill's caches and of the activations that are alive at the same time."""
+    s, size = weights.shapes, weights.norm.element_size()
+    past = {True: context, False: min(context, s.window - 1)}
+    rows = sum(past[layer.full] + tokens for layer in weights.layers)
+    caches = 2 * rows * sequences * s.kv_heads * s.head_dim * size
+    # Streams and norms before and after, the experts' activations and products.
+    row = 6 * s.hidden + 2 * s.packed + s.top_k * (s.hidden + s.expert_width)
+    row = max(row, 6 * s.hidden + 2 * s.packed + 3 * s.mlp_width)
+    ends = 4 * (context + tokens) * s.head_dim + 4 * sequences * s.vocabulary
+    return caches + sequences * tokens * row * size + ends
 
 
 def counted_flops(weights: RankWeights, state: PrefillState) -> dict[str, float]:

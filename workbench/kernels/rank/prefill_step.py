@@ -24,6 +24,7 @@ from workbench.errors import KernelError
 from workbench.kernels import registry
 from workbench.kernels.launching import dependent_launch
 from workbench.kernels.rank import naive
+from workbench.kernels.rank.choices import refuse_experts
 from workbench.kernels.rank.prefill_state import PrefillState
 from workbench.kernels.rank.weights import DownLayout, LayerWeights, RankWeights
 from workbench.kernels.reference import linear
@@ -57,6 +58,34 @@ class Choices:
     layers: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
 
 
+def refuse_form(form: str, weights: RankWeights, device: torch.device) -> None:
+    """Refuse a form that cannot run on ``device``; of the weights only sizes are asked for.
+
+    Raises:
+        KernelError: no such form, FP8 experts, operations that do not run there, or rows that the
+            grouped products' descriptors cannot tell of.
+    """
+    if form not in FORMS:
+        raise KernelError(f"there is no form {form!r:.60} of a prefill; use {', '.join(FORMS)}")
+    if weights.experts != "same":
+        raise KernelError("a prefill reads experts of the activations' dtype: leave out FP8")
+    where = Where.of(device, weights.dtype, weights.shapes)
+    for op in _OPS:
+        registry.find(op, _variant(form), where)
+    s, size = weights.shapes, weights.norm.element_size()
+    odd = [n for n in (s.hidden, s.expert_width) if n * size % 16]
+    if form == "ours" and odd and any(not layer.dense for layer in weights.layers):
+        raise KernelError(
+            f"the form ours reads rows of whole 16 bytes, and {odd[0]} values are none; use the "
+            "form chain (--variants chain) or another --tp"
+        )
+
+
+def _variant(form: str) -> str:
+    """Whose operations a form takes from the registry."""
+    return "torch" if form == "naive" else "triton"
+
+
 class PrefillStep:
     """One prefill; call it to launch it on the current stream.
 
@@ -81,12 +110,12 @@ class PrefillStep:
         ``watch``: int64 rows (of ``S T``) whose stream is kept; None: none.
 
         Raises:
-            KernelError: an unknown form, or one that cannot run here or on such weights.
+            KernelError: an unknown form, one that cannot run here or on such weights, or choices
+                that are not of this prefill.
         """
-        if form not in FORMS:
-            raise KernelError(f"there is no form {form!r:.60} of a prefill; use {', '.join(FORMS)}")
-        if weights.experts != "same":
-            raise KernelError("a prefill reads experts of the activations' dtype: leave out FP8")
+        refuse_form(form, weights, weights.device)
+        if choices is not None:
+            _refuse_choices(choices, weights, state)
         layout = LAYOUTS.get(form, weights.down_layout)
         if weights.down_layout != layout:
             raise KernelError(
@@ -96,9 +125,8 @@ class PrefillStep:
         self.weights, self.state, self.form = weights, state, form
         self.config, self.watch, self.given = config or PrefillConfig(), watch, choices
         where = Where.of(weights.device, weights.dtype, weights.shapes)
-        variant = "torch" if form == "naive" else "triton"
         self._call: dict[str, Callable[..., Any]] = {
-            op: registry.find(op, variant, where).function for op in _OPS
+            op: registry.find(op, _variant(form), where).function for op in _OPS
         }
         s = weights.shapes
         self._project: Callable[..., Tensor] = linear
@@ -210,8 +238,7 @@ class PrefillStep:
     def _route(self, index: int, layer: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.given is not None:
             given = self.given.layers[index]
-            if given is None:
-                raise KernelError(f"the recorded choices have no experts for sparse layer {index}")
+            assert given is not None  # for the type checker: _refuse_choices has looked
             return given
         s = self.weights.shapes
         if self._parts:
@@ -230,6 +257,28 @@ class PrefillStep:
             topk_group=s.topk_group, renormalise=s.renormalise,
         )  # fmt: skip
         return chosen
+
+
+def _refuse_choices(choices: Choices, weights: RankWeights, state: PrefillState) -> None:
+    """Refuse choices of other layers or tokens, or of experts that kernels could not place."""
+    s, count = weights.shapes, len(weights.layers)
+    if len(choices.layers) != count:
+        raise KernelError(
+            f"the recorded choices are of {len(choices.layers)} layers, and this model has {count}"
+        )
+    wanted = (state.sequences * state.tokens, s.top_k)
+    for index, (layer, given) in enumerate(zip(weights.layers, choices.layers, strict=True)):
+        if layer.dense:
+            continue
+        if given is None:
+            raise KernelError(f"the recorded choices have no experts for sparse layer {index}")
+        ids, shares = given
+        if tuple(ids.shape) != wanted or shares.shape != ids.shape:
+            raise KernelError(
+                f"the recorded choices of layer {index} must be {list(wanted)}, a row a token, not "
+                f"{list(ids.shape)} and {list(shares.shape)}; record them with as many tokens"
+            )
+        refuse_experts(ids, s.experts)
 
 
 def captured(step: PrefillStep) -> Callable[[], None]:

@@ -175,6 +175,13 @@ def measure(
             others, weights, state, lambda _, name: say(parts - 2, parts, f"checking {name}")
         )[1]
     right |= {name: r for name, r in others.items() if not checks[name].failures(limit)}
+    if replays:
+        found.experts = _experts(list((right or replays).values())[-1], weights, state)
+        if state.batch > 1:  # sequences share experts: how many there are is the routing's
+            distinct = found.experts.get("per_step")
+            moved = weights.step_bytes(distinct, state.batch)
+            cache = weights.cache_bytes(state.context, state.batch)
+            found.head |= _floor(moved, cache, rates.bandwidth)
     say(parts - 1, parts, "timing")
     # What is not right is not timed, and an interpreter's time is no speed.
     timed = {name: r for name, r in right.items() if not _interpreted(name, weights.device)}
@@ -219,8 +226,6 @@ def measure(
         "rounds": max((times.rounds for times in first.values()), default=None),
         "in_graph": found.head["device"] == "cuda",
     }
-    if replays:
-        found.experts = _experts(list(replays.values())[-1], weights, state)
     if profile:
         found.kernels = {
             name: rows
