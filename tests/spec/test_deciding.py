@@ -319,6 +319,16 @@ def test_a_frugal_policy_rests_where_deciding_does_not_pay() -> None:
     assert decider.estimator.steps == 2 * WEIGHED, "nothing is learned while it rests"
 
 
+def test_confidences_from_before_a_rest_are_not_those_of_the_step_before() -> None:
+    decider, scores = Decider(Frugal(0.0), 3), np.zeros((1, 3, 2), np.float32)
+    walked(decider, WEIGHED + RESTS, cost=0.1)
+    assert decider.rest([3]) is None
+    first = decider.decide([0], [3], scores, 0.0)
+    assert (first.stale == 1).all()
+    second = decider.decide([0], [3], scores, 0.0)
+    np.testing.assert_array_equal(second.stale, first.live)
+
+
 @pytest.mark.parametrize(("gain", "cost"), [(0.05, 0.02), (0.5, 0.2)])
 def test_a_frugal_policy_goes_on_where_deciding_pays(gain: float, cost: float) -> None:
     assert all(walked(Decider(Frugal(gain), 3), 3 * WEIGHED, cost=cost))

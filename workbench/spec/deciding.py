@@ -157,6 +157,8 @@ class Decider:
         cost, promise = self._spent / self._steps, sum(self._promised) / len(self._promised)
         if promise < _PROMISED * cost:
             self._left, self._resting = RESTS, None
+            # What is known by then is of drafts long gone: as of a request that had none.
+            self._last = np.ones_like(self._last)
             self._why = (
                 f"rests: trimming promises {promise:.1%}, deciding costs {cost:.1%}; all drafts "
                 f"for {RESTS} steps"
