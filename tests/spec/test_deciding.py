@@ -16,12 +16,13 @@ from workbench.model.sampling import Sampling
 from workbench.spec.acceptance import Estimator, log_odds
 from workbench.spec.adaptive import Adaptive, Decision, Fixed, NoDrafts, Situation
 from workbench.spec.cost_table import CostTable
-from workbench.spec.deciding import RESTS, WEIGHED, Decider
+from workbench.spec.deciding import Decider
 from workbench.spec.decode import decode
 from workbench.spec.doubt import doubt
 from workbench.spec.drafter import Drafter
 from workbench.spec.metrics import Tally
 from workbench.spec.step import Step
+from workbench.spec.thrift import RESTS, WEIGHED, Thrift
 from workbench.views.spec_curves import _health
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5], [7], [3, 3, 2, 1], [9, 8]]
@@ -277,13 +278,12 @@ def test_a_temperature_beyond_float32_decodes(
 class Frugal:
     """Admits all and says that ``trimmed`` would have been so much better."""
 
-    frugal, name = True, "told"
+    name = "told"
 
     def __init__(self, gain: float) -> None:
-        self.gain, self.asked = gain, 0
+        self.gain, self.thrift = gain, Thrift()
 
     def decide(self, situation: Situation) -> Decision:
-        self.asked += 1
         total = int(situation.drafted.sum())
         objective = np.full(total + 1, 0.5)
         objective[total - 1], objective[total] = 1 + self.gain, 1.0
@@ -334,15 +334,32 @@ def test_a_frugal_policy_goes_on_where_deciding_pays(gain: float, cost: float) -
     assert all(walked(Decider(Frugal(gain), 3), 3 * WEIGHED, cost=cost))
 
 
-def test_another_number_of_requests_ends_a_rest() -> None:
+def test_rests_are_of_a_number_of_requests() -> None:
     decider = Decider(Frugal(0.0), 3)
     assert not walked(decider, WEIGHED + 1, cost=0.01)[-1]
     assert all(walked(decider, WEIGHED, requests=2, cost=0.01))
+    assert not any(walked(decider, 5, requests=2, cost=0.01))
+    assert not any(walked(decider, RESTS - 1, cost=0.01)), "one request rests on"
+    assert all(walked(decider, WEIGHED, cost=0.01))
+
+
+def test_a_policy_rests_in_its_next_run_too() -> None:
+    policy = Frugal(0.0)
+    runs = [sum(walked(Decider(policy, 3), 20, cost=0.1)) for _ in range(5)]
+    assert runs == [20, WEIGHED - 20, 0, 0, 0]
+
+
+def test_confidences_of_another_batch_before_a_rest_are_not_those_of_the_step_before() -> None:
+    decider, scores = Decider(Frugal(0.0), 3), np.zeros((2, 3, 2), np.float32)
+    walked(decider, WEIGHED + 1, cost=0.1)
+    decided = decider.decide([0, 1], [3, 3], scores, 0.0)
+    assert (decided.stale == 1).all()
 
 
 def test_only_a_policy_that_says_so_rests() -> None:
     class Plain(Frugal):
-        frugal = False
+        def __init__(self, gain: float) -> None:
+            self.gain, self.thrift = gain, None  # type: ignore[assignment]
 
     table = CostTable(draft=((1, 1.0),), verify=((1, 1.0),))
     for policy in (Plain(0.0), Adaptive(table), Fixed()):

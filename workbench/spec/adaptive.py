@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from workbench.errors import DraftError
 from workbench.spec.cost_table import CostTable, check_table
+from workbench.spec.thrift import Thrift
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -311,15 +312,20 @@ class Adaptive:
         frugal: whether the decode loop may rest, verifying all drafts for a while, where deciding
             costs more than it promises: at one sequence a step is short and its rows are cheap. The
             engine, whose decisions cost next to nothing of a step, always decides.
+        thrift: of a frugal one, which its runs share; a policy of your own that has one may rest,
+            too.
     """
 
     table: CostTable
     frugal: bool = False
+    thrift: Thrift | None = field(init=False, default=None, repr=False, compare=False)
     name = "adaptive"
 
     def __post_init__(self) -> None:
         """Check the table."""
         check_table(self.table, f"policy {self.name}")
+        if self.frugal:
+            object.__setattr__(self, "thrift", Thrift())  # it is frozen for everybody else
 
     def decide(self, situation: Situation) -> Decision:
         """Most expected tokens a millisecond.

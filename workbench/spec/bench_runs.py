@@ -109,6 +109,7 @@ class Turns:
         self.concurrency = concurrency
         self.turns: list[tuple[tuple[int, ...], Turn]] = []
         self.table: CostTable | None = None
+        self._policy: Adaptive | None = None  # one for all turns: what it finds not to pay is known
         self._estimator = Estimator(self.drafts)
 
     @property
@@ -139,6 +140,7 @@ class Turns:
             drafts=self.drafts,
             context=context,
         )
+        self._policy = Adaptive(self.table, frugal=True)
         tell(1, "warming up")
         began = perf_counter()
         while perf_counter() - began < warm_seconds:
@@ -201,8 +203,8 @@ class Turns:
 
     def _decode(self, group: tuple[int, ...], way: Way, most: int, estimator: Estimator) -> Outcome:
         deciding: dict[str, Any] = {}
-        if way == "adaptive" and self.table is not None:
-            deciding = {"policy": Adaptive(self.table, frugal=True), "estimator": estimator}
+        if way == "adaptive" and self._policy is not None:
+            deciding = {"policy": self._policy, "estimator": estimator}
         drafter = None if way == "none" else self.drafter
         decoding = decode(
             self.beam,

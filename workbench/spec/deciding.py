@@ -24,13 +24,8 @@ from workbench.spec.adaptive import (
     checked,
     name_of,
 )
+from workbench.spec.thrift import Thrift
 
-# A frugal policy's decisions that are weighed against what they cost, and the steps that it rests
-# after they did not pay.
-WEIGHED, RESTS = 32, 480
-# Promises are the best of many guesses, so they come true in part; and what deciding costs is more
-# than its own time, since it takes room in the processor's caches.
-_PROMISED = 2.0  # times its cost
 _NONE: Floats = np.empty((0, 0))
 
 
@@ -77,11 +72,10 @@ class Decider:
         self._ones: Ints = np.ones(0, np.int64)
         self._yes = np.ones(0, np.bool_)
         self._asked: tuple[Array, Array] | None = None  # predictions and features, until judged
-        self._frugal = getattr(policy, "frugal", False) is True
-        self._left, self._why = 0, ""  # steps to rest, and the reason
-        self._resting: tuple[list[int], Decided] | None = None  # the last one, of these drafts
-        self._promised: list[float] = []  # gains over verifying all, of the decisions weighed
-        self._spent = self._steps = 0.0  # s of these, deciding and all else
+        thrift = getattr(policy, "thrift", None)
+        self._thrift = thrift if isinstance(thrift, Thrift) else None
+        self._resting: tuple[list[int], str, Decided] | None = None  # the last one, of these drafts
+        self._promise: float | None = None  # of the step's decision, until it is weighed
 
     @property
     def name(self) -> str:
@@ -89,23 +83,16 @@ class Decider:
         return name_of(self.policy) or "unnamed"
 
     def rest(self, drafted: Sequence[int]) -> Decided | None:
-        """All drafts while a frugal policy rests, None where it is to be asked.
-
-        A rest ends early when another number of requests decodes.
-        """
-        if not self._frugal:
+        """All drafts while a frugal policy rests, None where it is to be asked."""
+        if self._thrift is None or not (why := self._thrift.rest(len(drafted))):
             return None
-        if len(drafted) != len(self._of):
-            self._left = 0
-            self._weigh_anew()
-        if not self._left:
-            return None
-        self._left -= 1
-        if self._resting is None or self._resting[0] != drafted:
+        self._of = []  # after a rest the confidences before it are of drafts long gone
+        if self._resting is None or self._resting[:2] != (drafted, why):
             room = np.array(drafted, np.int64)
-            decision = Decision(admitted=room, budget=int(room.sum()), reason=self._why)
-            self._resting = list(drafted), Decided(decision=decision, stale=_NONE, live=_NONE)
-        return self._resting[1]
+            decision = Decision(admitted=room, budget=int(room.sum()), reason=why)
+            decided = Decided(decision=decision, stale=_NONE, live=_NONE)
+            self._resting = list(drafted), why, decided
+        return self._resting[2]
 
     def decide(
         self, requests: Sequence[int], drafted: Sequence[int], scores: Array, temperature: float
@@ -124,7 +111,7 @@ class Decider:
         if self._of == requests:
             stale = self._last
         else:
-            before = dict(zip(self._of, self._last, strict=True))
+            before = dict(zip(self._of, self._last, strict=False))
             fresh = np.ones(live.shape[1])
             stale = np.array([before.get(request, fresh) for request in requests])
         if len(self._ones) != len(requests):
@@ -135,9 +122,9 @@ class Decider:
         decision = checked(self.policy, situation)
         self._of, self._last = list(requests), live
         self._asked = predicted, features
-        if self._frugal and len(decision.objective) > room.sum():
-            objective = decision.objective
-            self._promised.append(float(objective[decision.budget] / objective[-1]) - 1)
+        objective = decision.objective
+        if self._thrift is not None and len(objective) > room.sum():
+            self._promise = float(objective[decision.budget] / objective[-1]) - 1
         return Decided(decision=decision, stale=stale, live=live)
 
     def learn(self, accepted: Sequence[int], admitted: Sequence[int]) -> None:
@@ -147,24 +134,7 @@ class Decider:
             self._asked = None
 
     def spent(self, deciding: float, step: float) -> None:
-        """What a step took that was decided, in seconds: decides whether a frugal policy rests."""
-        if not self._frugal or self._left or not self._promised:
-            return
-        self._spent += deciding
-        self._steps += step - deciding
-        if len(self._promised) < WEIGHED:
-            return
-        cost, promise = self._spent / self._steps, sum(self._promised) / len(self._promised)
-        if promise < _PROMISED * cost:
-            self._left, self._resting = RESTS, None
-            # What is known by then is of drafts long gone: as of a request that had none.
-            self._last = np.ones_like(self._last)
-            self._why = (
-                f"rests: trimming promises {promise:.1%}, deciding costs {cost:.1%}; all drafts "
-                f"for {RESTS} steps"
-            )
-        self._weigh_anew()
-
-    def _weigh_anew(self) -> None:
-        self._promised.clear()
-        self._spent = self._steps = 0.0
+        """Seconds of the step, and what deciding took of it: by these a frugal policy rests."""
+        if self._thrift is not None and self._promise is not None:
+            self._thrift.weigh(len(self._of), self._promise, deciding, step)
+            self._promise = None
