@@ -8,9 +8,10 @@ adaptive verification is frugal, as on the command line; the
 estimator learns through all pairs, beginning with one that is not counted. Both runs of a pair
 have the same prompts, each new ones, held out from training: code, prose, or both in turns.
 Tokens/s are of the decode steps in which every place is taken, TPOT is of all requests. The first
-pairs are also simulated: greedily from a record of the blocks at every position of their texts, at
-a temperature from the steps of one more run, whose missing verdicts the simulator estimates. Needs
-a quiet machine; `taskset` gives it two cores.
+pairs are also simulated, from a record of the blocks at every position of their texts (above
+temperature 0 of other texts with the same prompts) and, since a machine's speed drifts, with a cost
+table that is the mean of one measured before and one after the pair. Needs a quiet machine;
+`taskset` gives it two cores.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def decoded(
     deciding = {} if policy is None else {"policy": policy, "estimator": estimator}
     run = decode(
         beam, drafter, prompts, max_new_tokens=given.new_tokens, slots=given.concurrency,
-        sampling=sampling, **deciding,
+        sampling=sampling, seeds=[sampling.seed + i for i in range(len(prompts))], **deciding,
     )  # fmt: skip
     full = [s for s in run if s.phase == "decode" and len(s.requests) == given.concurrency]
     parts = [r for step in full for r in step.requests]
@@ -96,19 +97,14 @@ def recorded(
     given: argparse.Namespace,
 ) -> Recording:
     """What the simulator is driven by."""
-    if sampling.greedy:
-        return Recording.of(
-            record_every_position(beam, drafter, prompts, max_new_tokens=given.new_tokens)
-        )
-    steps = decode(
-        beam, drafter, prompts, max_new_tokens=given.new_tokens, slots=given.concurrency,
-        sampling=sampling, detail=True,
-    )  # fmt: skip
+    positions = record_every_position(
+        beam, drafter, prompts, max_new_tokens=given.new_tokens, sampling=sampling
+    )
     header = {
-        "mode": "steps", "model": beam.name, "drafter": drafter.name,
+        "mode": "every-position", "model": beam.name, "drafter": drafter.name,
         "sampling": {"temperature": sampling.temperature}, "max_new_tokens": given.new_tokens,
     }  # fmt: skip
-    return Recording.of(Trace(header=header, steps=tuple(steps)))
+    return Recording.of(Trace(header=header, positions=tuple(positions)))
 
 
 def figures(result: SimulationResult, concurrency: int) -> dict[str, Any]:
@@ -119,6 +115,15 @@ def figures(result: SimulationResult, concurrency: int) -> dict[str, Any]:
         "tokens_per_second": float(1e3 * result.history.tokens[full].sum() / ms),
         "tpot": (1e-3 * result.tpot_ms).tolist(),
     }
+
+
+def mean_of(a: CostTable, b: CostTable) -> CostTable:
+    """Two tables of the same sizes."""
+    curves = [
+        tuple((size, (x + y) / 2) for (size, x), (_, y) in zip(one, other, strict=True))
+        for one, other in ((a.draft, b.draft), (a.verify, b.verify))
+    ]
+    return CostTable(draft=curves[0], verify=curves[1], captured=a.captured, label=a.label)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -158,7 +163,7 @@ def summary(
         } | {"tpot_p50_ms": percentile_ms(tpot, 50), "tpot_p99_ms": percentile_ms(tpot, 99)}
     found["p99_ratio"] = found["adaptive"]["tpot_p99_ms"] / found["fixed"]["tpot_p99_ms"]
     if simulated:
-        found["simulated"] = {"pairs": len(simulated), "exact": given.temperature == 0} | {
+        found["simulated"] = {"pairs": len(simulated)} | {
             name: {
                 "tokens_per_second_of_measured": statistics.median(
                     p["simulated"][name]["tokens_per_second"] / p[name]["tokens_per_second"]
@@ -183,10 +188,10 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     beam = workbench.load("beam-tiny")
     drafter = workbench.load_drafter(beam)
     sampling = Sampling(temperature=given.temperature)
-    table = profile(
-        beam, drafter, requests=given.concurrency, context=160, sampling=sampling, rounds=7,
-        keep=False,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "requests": given.concurrency, "context": 160, "sampling": sampling, "keep": False,
+    }  # fmt: skip
+    table = profile(beam, drafter, **settings, rounds=7)
     policies: dict[str, Policy | None] = {"fixed": None, "adaptive": Adaptive(table, frugal=True)}
     estimator = Estimator(drafter.block - 1)
     pairs: list[dict[str, Any]] = []
@@ -195,21 +200,24 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
             break
         first = 37 * (number + 1) % len(everything)
         prompts = [*everything[first:], *everything[:first]][:count]
-        sampling = Sampling(temperature=given.temperature, seed=number + 1)
+        sampling = Sampling(temperature=given.temperature, seed=1000 * (number + 1))
         state = estimator.state()
         order = list(policies) if number % 2 else list(policies)[::-1]
+        simulated = 0 <= number < given.simulated
+        before = profile(beam, drafter, **settings, rounds=3) if simulated else table
         pair: dict[str, Any] = {
             name: decoded(beam, drafter, prompts, policies[name], estimator, sampling, given)
             for name in order
         }
         if number < 0:
             continue
-        if number < given.simulated:
+        if simulated:
+            costs = mean_of(before, profile(beam, drafter, **settings, rounds=3))
             recording = recorded(beam, drafter, prompts, sampling, given)
             pair["simulated"] = {
                 name: figures(
                     replay(
-                        recording, policies[name] or Fixed(), table,
+                        recording, policies[name] or Fixed(), costs,
                         concurrency=given.concurrency, estimator=Estimator.from_state(state),
                     ),
                     given.concurrency,

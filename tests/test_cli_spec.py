@@ -31,6 +31,7 @@ from workbench.model import presets
 from workbench.spec import bench as bench_module
 from workbench.spec import bench_runs
 from workbench.spec.loop import Decoding
+from workbench.spec.recording import Recording
 from workbench.spec.step import RequestStep, Step
 from workbench.spec.trace import Trace
 
@@ -432,6 +433,17 @@ def test_record_every_position_replays_to_the_same_figures(
     assert f"{COUNT - 2} more" in text
 
 
+def test_record_every_position_of_a_sampled_text(drafted: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "every.jsonl"
+    options = ["--prompt", "def", "--max-new-tokens", "30", "--out", str(file)]
+    sampled = ["--temperature", "0.5", "--seed", "3", "--every-position"]
+    value = document("trace", "record", *drafted, *options, *sampled)
+    assert value["positions"] == 29
+    trace = Trace.read(file)
+    assert trace.header["sampling"] == {"temperature": 0.5, "top_p": 1.0, "seed": 3}
+    assert Recording.of(trace).exact
+
+
 # -- demo -----------------------------------------------------------------------------------------
 
 DEMO = ["--prompt", "def", "--max-new-tokens", str(COUNT), "--temperature", "0"]
@@ -742,7 +754,7 @@ def test_a_wrong_value_gives_one_sentence(
         ["trace", "record", "x", *P],
         ["trace", "record", "x", "--out", "o"],
         ["trace", "record", "x", *P, "--out", "o", "--every-position", "--no-draft"],
-        ["trace", "record", "x", *P, "--out", "o", "--every-position", "--temperature", "1"],
+        ["trace", "record", "x", *P, "--out", "o", "--every-position", "--method", "block"],
         ["bench"],
         ["bench", "speculative", "x", "--rounds", "0"],
         ["bench", "speculative", "x", "--concurrency", "none"],

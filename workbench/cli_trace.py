@@ -34,6 +34,7 @@ from workbench.cli_options import (
 
 if TYPE_CHECKING:
     from workbench.model.beam import Beam
+    from workbench.model.sampling import Sampling
     from workbench.model.tokenizer import Tokenizer
     from workbench.spec.trace import Trace
 
@@ -187,7 +188,7 @@ def record(
         bool,
         typer.Option(
             "--every-position",
-            help="Greedy: draft at every output position, so that any policy can be replayed.",
+            help="Draft at every output position, so that any policy can be replayed.",
         ),
     ] = False,
     concurrency: Annotated[
@@ -204,10 +205,10 @@ def record(
     json: Json = False,
 ) -> None:
     """Decode prompts and write each step, with candidates and scores. Ctrl-C keeps what is done."""
-    if every_position and (no_draft or method or proposals or temperature != 0):
+    if every_position and (no_draft or method or proposals):
         raise typer.BadParameter(
-            "--every-position drafts for the greedy continuation; leave --no-draft, --method, "
-            "--proposals and --temperature out"
+            "--every-position drafts greedily and judges by standard rejection sampling; leave "
+            "--no-draft, --method and --proposals out"
         )
     asked = Drafting(
         no_draft=no_draft,
@@ -223,7 +224,7 @@ def record(
     beam = load_model(model, dtype, device)
     ids = prompts_of(beam, texts, prompt_tokens)
     if every_position:
-        interrupted = _every_position(beam, asked, ids, max_new_tokens, out, overwrite)
+        interrupted = _every_position(beam, asked, ids, sampling, max_new_tokens, out, overwrite)
     else:
         decoding = asked.decoding(
             beam,
@@ -251,7 +252,13 @@ def record(
 
 
 def _every_position(
-    beam: Beam, asked: Drafting, ids: list[list[int]], most: int, out: Path, overwrite: bool
+    beam: Beam,
+    asked: Drafting,
+    ids: list[list[int]],
+    sampling: Sampling,
+    most: int,
+    out: Path,
+    overwrite: bool,
 ) -> bool:
     """Record a block at every position; whether Ctrl-C ended it."""
     from workbench.spec.drafter_checkpoint import load_drafter
@@ -266,12 +273,14 @@ def _every_position(
             ids,
             max_new_tokens=most,
             speculative_tokens=asked.speculative_tokens,
+            sampling=sampling,
             unary=True,
             progress=lambda done, _: bar.update(bar.task_ids[0], completed=done),
         )
         head = header(
             model=beam.name,
             drafter=drafter.name,
+            sampling=sampling,
             speculative_tokens=asked.speculative_tokens or drafter.block - 1,
             mode="every-position",
             max_new_tokens=most,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from statistics import fmean, pvariance
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import workbench
 from spec.planted import small_drafter, small_target
 from workbench.errors import DraftError, PromptError
 from workbench.model.beam import Beam
+from workbench.model.sampling import Sampling
 from workbench.spec import every_position
 from workbench.spec.decode import decode
 from workbench.spec.drafter import Drafter
@@ -204,3 +206,82 @@ def test_misuse_is_told_at_once(target: Beam, drafter: Drafter, tmp_path: Path) 
         record_every_position(target, drafter, PROMPTS, max_new_tokens=0)
     with pytest.raises(PromptError, match="prompt"):
         record_every_position(target, drafter, [[99]])
+
+
+# -- sampled texts ---------------------------------------------------------------------------------
+
+
+def chances(target: Beam, ids: list[int], temperature: float) -> torch.Tensor:
+    """Of the token behind ``ids``."""
+    with torch.inference_mode():
+        logits = target.sequence_logits(torch.tensor(ids))[-1]
+    return torch.softmax(logits.double() / temperature, 0)
+
+
+def test_a_sampled_record_accepts_with_the_verdicts_probabilities(
+    target: Beam, drafter: Drafter
+) -> None:
+    prompt, many, temperature, drafts = [1, 2, 3], 500, 5.0, 2
+    # Exactly: over every first token, the block behind it, and whether its drafts are accepted.
+    expected = [0.0] * (drafts + 1)
+    first = chances(target, prompt, temperature)
+    for token in range(len(first)):
+        ids = [*prompt, token]
+        ((_, proposal),) = every_position.blocks(target, drafter, ids, 3, 4, drafts)
+        one, two = proposal.token_ids[0].tolist()
+        p1 = float(first[token] * chances(target, ids, temperature)[one])
+        p2 = p1 * float(chances(target, [*ids, one], temperature)[two])
+        expected = [a + b for a, b in zip(expected, (first[token] - p1, p1 - p2, p2), strict=True)]
+    assert min(expected) > 0.003, "each must come to be seen"
+    positions = record_every_position(
+        target,
+        drafter,
+        [prompt] * many,
+        max_new_tokens=2,
+        speculative_tokens=drafts,
+        sampling=Sampling(temperature=temperature, seed=11),
+        stop_at_eos=False,
+    )
+    accepted = [p.accepted for p in positions]
+    assert len(accepted) == many
+    for count, share in enumerate(expected):
+        off = accepted.count(count) / many - share
+        assert abs(off) < 4 * (share * (1 - share) / many) ** 0.5
+
+
+def test_a_sampled_record_replays_to_the_lengths_of_live_runs(
+    target: Beam, drafter: Drafter
+) -> None:
+    prompts, sampling = [[5, 1, 2]] * 300, Sampling(temperature=5.0, seed=2)
+    asked: dict[str, Any] = {"max_new_tokens": 12, "sampling": sampling, "stop_at_eos": False}
+    recorded = list(record_every_position(target, drafter, prompts, **asked))
+    run = decode(target, drafter, prompts, seeds=range(900, 1200), slots=100, **asked)
+    lengths: list[list[float]] = [[], []]
+    for request in range(len(prompts)):
+        lengths[0].append(len(list(replay_full(recorded, request))))
+    steps: dict[int, int] = dict.fromkeys(range(len(prompts)), 0)
+    for step in run:
+        for r in step.requests:
+            steps[r.request] += bool(r.drafted)
+    lengths[1] = [float(n) for n in steps.values()]
+    means = [fmean(each) for each in lengths]
+    error = sum(pvariance(each) / len(each) for each in lengths) ** 0.5
+    assert 0 < error < 0.2
+    assert abs(means[0] - means[1]) < 4 * error
+    assert means[0] < 10.8, "some drafts must be accepted"
+
+
+def test_each_prompt_is_drawn_with_a_seed_of_its_own(target: Beam, drafter: Drafter) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 6, "stop_at_eos": False}
+    both = record_every_position(
+        target, drafter, [[1, 2]] * 20, sampling=Sampling(temperature=1.0, seed=4), **asked
+    )
+    texts: dict[int, list[int]] = {}
+    for p in both:
+        texts.setdefault(p.request, []).append(p.token_id)
+    assert len({tuple(text) for text in texts.values()}) > 10
+    # The number of a prompt decides, not who is recorded with it.
+    alone = record_every_position(
+        target, drafter, [1, 2], sampling=Sampling(temperature=1.0, seed=21), **asked
+    )
+    assert [p.token_id for p in alone] == texts[17]

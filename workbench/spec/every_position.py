@@ -1,8 +1,14 @@
-"""Blocks drafted at every position of a greedy continuation, for replay and for the record.
+"""Blocks drafted at every position of a continuation, for replay and for the record.
 
 A greedy continuation is the same whatever is drafted, so what the drafter would propose at each of
 its positions, and how much of it the target would accept, can be recorded once. Any policy of
 drafting and trimming can then be played through exactly, without a model.
+
+Above temperature 0 the same holds of one sampled continuation, as drafts are chosen greedily: the
+verdict accepts a draft d with probability p(d) and gives any other token t with probability p(t),
+which is to draw the next token from p and to accept d where it is that token. So the text can be
+drawn first, and what is accepted are the drafts that agree with it. Which draws a live run would
+have made is another matter: the two agree in distribution, not token by token.
 """
 
 from __future__ import annotations
@@ -16,10 +22,11 @@ from torch import Tensor
 from workbench.errors import DraftError, PromptError
 from workbench.model.beam import Beam
 from workbench.model.context import SequenceContext
-from workbench.model.generate import Cancel, generate
+from workbench.model.generate import Cancel, Generation
 from workbench.model.prompts import Prompts, prompt_ids
 from workbench.model.sampling import Sampling
 from workbench.spec.asked import check_kinds, check_pair, check_room
+from workbench.spec.decode import decode
 from workbench.spec.draft_attention import SequenceBlocks
 from workbench.spec.drafter import Drafter
 from workbench.spec.positions import Position as Position
@@ -31,6 +38,7 @@ from workbench.spec.selector import Proposal, walk
 Progress = Callable[[int, int], None]
 _TOGETHER = 16  # prompts whose continuations are decoded in one batch
 _GATHERED = 2**24  # elements of K that the blocks of one pass look at, all of them together
+_GREEDY = Sampling()
 _DECIMALS = 6  # of recorded scores: finer than float32 is at their size
 
 
@@ -41,12 +49,13 @@ def record_every_position(
     *,
     max_new_tokens: int = 128,
     speculative_tokens: int | None = None,
+    sampling: Sampling = _GREEDY,
     stop_at_eos: bool = True,
     unary: bool = False,
     progress: Progress | None = None,
     cancel: Cancel | None = None,
 ) -> Iterator[Position]:
-    """Draft at every output position of the greedy continuations; a prompt's positions in order.
+    """Draft at every output position of the continuations; a prompt's positions in order.
 
     The first new token, which the prefill gives, has no block: the first position is the one
     behind it, as in the decode loop. ``accepted`` is exact up to the last position: the target
@@ -58,6 +67,8 @@ def record_every_position(
         prompts: as for :func:`workbench.spec.decode.decode`; request numbers are their order.
         max_new_tokens: most tokens of each prompt.
         speculative_tokens: drafts a block; as many as the drafter was trained with when None.
+        sampling: how the continuations are picked, each with a draw of its own (seed and number);
+            drafts are greedy at any temperature. Give the record's header the same sampling.
         stop_at_eos: whether an end-of-sequence token ends its sequence.
         unary: whether the candidates' own logits are recorded, too.
         progress: told after each prompt how many are done, of how many.
@@ -67,7 +78,7 @@ def record_every_position(
         PromptError: a prompt or ``max_new_tokens`` that cannot be decoded from. Raised here.
         DraftError: a drafter of another target, or a number of drafts out of range. Raised here.
     """
-    check_kinds(beam, Sampling(), None, cancel)
+    check_kinds(beam, sampling, None, cancel)
     check_pair(beam, drafter)
     drafts = drafter.block - 1 if speculative_tokens is None else speculative_tokens
     if not isinstance(drafts, int) or isinstance(drafts, bool) or not 1 <= drafts < 64:
@@ -82,9 +93,8 @@ def record_every_position(
     eos = beam.config.eos_token_id
     if eos is None and beam.tokenizer is not None:
         eos = beam.tokenizer.eos_id
-    return _record(
-        beam, drafter, several, most, drafts, eos if stop_at_eos else None, unary, progress, cancel
-    )
+    stop = eos if stop_at_eos else None
+    return _record(beam, drafter, several, most, drafts, sampling, stop, unary, progress, cancel)
 
 
 def _record(
@@ -93,6 +103,7 @@ def _record(
     prompts: list[list[int]],
     most: int,
     drafts: int,
+    sampling: Sampling,
     eos: int | None,
     unary: bool,
     progress: Progress | None,
@@ -101,9 +112,7 @@ def _record(
     limit = beam.config.max_position_embeddings
     for start in range(0, len(prompts), _TOGETHER):
         batch = prompts[start : start + _TOGETHER]
-        written = generate(
-            beam, batch, max_new_tokens=most + drafts, stop_at_eos=False, cancel=cancel
-        )
+        written = _continued(beam, batch, start, most + drafts, sampling, cancel)
         for request, (prompt, generation) in enumerate(zip(batch, written, strict=True), start):
             if generation.finish is None:
                 return  # cancelled
@@ -118,6 +127,31 @@ def _record(
             yield from found
             if progress is not None:
                 progress(request + 1, len(prompts))
+
+
+def _continued(
+    beam: Beam,
+    batch: list[list[int]],
+    first: int,
+    tokens: int,
+    sampling: Sampling,
+    cancel: Cancel | None,
+) -> list[Generation]:
+    """Continuations of prompts from number ``first`` on, each with a seed of its own."""
+    seeds = [(sampling.seed + first + i) % 2**63 for i in range(len(batch))]
+    run = decode(
+        beam,
+        None,
+        batch,
+        max_new_tokens=tokens,
+        sampling=sampling,
+        seeds=seeds,
+        stop_at_eos=False,
+        cancel=cancel,
+    )
+    for _ in run:
+        pass
+    return [run.generations[request] for request in range(len(batch))]
 
 
 def blocks(

@@ -1,6 +1,6 @@
 """``Position``: what the drafter proposed at one output position, and how much would be accepted.
 
-Recorded at every position of a greedy continuation, whether the decode loop would draft there or
+Recorded at every position of a continuation, whether the decode loop would draft there or
 not (:func:`workbench.spec.every_position.record_every_position`). The continuation does not depend
 on what was drafted, so any policy can be replayed on such a record exactly.
 """
@@ -25,7 +25,7 @@ class Position:
         request: number of the prompt.
         position: index in the sequence, prompt included, of the first drafted token; the anchor is
             the token before it. As :attr:`workbench.spec.step.RequestStep.position`.
-        token_id: the token that the target's greedy continuation has at ``position``.
+        token_id: the token that the target's continuation has at ``position``.
         left: tokens the sequence may still get here, this one included: what the limit of new
             tokens and the context leave. A decode loop has at most ``left - 1`` drafts verified.
         drafted: N token ids, of the walk.

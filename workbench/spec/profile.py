@@ -39,7 +39,7 @@ ROUNDS = 5  # steps of each size, of which the median is taken
 MOST_REQUESTS = 512
 CONTEXT = 256
 STEPS = 2  # sizes measured for each row more of all sequences
-SCHEMA = "workbench-cost-table/3"
+SCHEMA = "workbench-cost-table/4"
 _GREEDY = Sampling()
 
 Progress = Callable[[int, int], None]
@@ -60,8 +60,8 @@ def profile(
     """The cost table of ``requests`` sequences decoded together, measured here or kept from before.
 
     A verification of n rows has one row of n sequences up to ``requests``, and beyond that drafts
-    dealt out to all at random: what a step with so many admitted drafts looks like. The draft curve
-    has all else that a step takes but deciding.
+    dealt out unevenly, as a policy does: what a step with so many admitted drafts looks like. The
+    draft curve has all else that a step takes but deciding.
 
     Args:
         requests: the most sequences decoded together.
@@ -210,13 +210,22 @@ def _doublings(most: int) -> list[int]:
 
 
 def _spread(rows: int, requests: int, most: int, turn: int = 0) -> list[int]:
-    """Rows of each sequence of a pass: one each, and drafts dealt out at random, at most ``most``
-    rows of a sequence; fewer sequences for fewer rows. A pass of uneven sequences takes longer than
-    one of even ones, and uneven is what a policy makes them."""
+    """Rows of each sequence of a pass: one each, and drafts as a policy deals them out, at most
+    ``most`` rows of a sequence; fewer sequences for fewer rows.
+
+    Each sequence has a chance of acceptance drawn at random, and the likeliest drafts are in: some
+    sequences have all of theirs and many none. A pass of uneven sequences takes longer than one of
+    even ones: attention pads them to the longest.
+    """
     counts = [1] * min(rows, requests)
-    deal = random.Random(f"{rows}, {requests}, {turn}")
-    for _ in range(rows - len(counts)):
-        counts[deal.choice([i for i, count in enumerate(counts) if count < most])] += 1
+    draw = random.Random(f"{rows}, {requests}, {turn}")
+    chances = [draw.random() for _ in counts]
+    ranked = sorted(
+        ((chance ** (k + 1), i) for i, chance in enumerate(chances) for k in range(most - 1)),
+        reverse=True,
+    )
+    for _, i in ranked[: rows - len(counts)]:
+        counts[i] += 1
     return counts
 
 

@@ -8,6 +8,10 @@ from typing import Any
 from workbench.errors import KernelError
 from workbench.spec.cost_table import CostTable
 
+# Up to here sizes lie close together and a pass is padded to the next one, as to a captured graph;
+# beyond, where few are timed, costs between them are straight lines.
+PADDED = 64
+
 
 def verify_table(
     verify: Mapping[int, Sequence[float] | None],
@@ -19,9 +23,9 @@ def verify_table(
 ) -> dict[str, Any]:
     """The document of a cost table (``CostTable.to_dict`` with origins, date, source and notes).
 
-    ``verify``: milliseconds of single passes by how many token rows they had, None where a size was
-    not timed. ``draft``: another table's document, whose draft curve and its origin are taken over,
-    as no drafter runs beside a verification.
+    Sizes up to ``PADDED`` rows are steps. ``verify``: milliseconds of single passes by how many
+    token rows they had, None where a size was not timed. ``draft``: another table's document, whose
+    draft curve and its origin are taken over, as no drafter runs beside a verification.
 
     Raises:
         KernelError: there are no sizes, or one was not timed.
@@ -35,7 +39,7 @@ def verify_table(
     table = CostTable.from_curves(
         {size: [ms] for size, ms in draft["draft"]},
         {rows: list(samples or ()) for rows, samples in verify.items()},
-        captured=max(verify),
+        captured=max((rows for rows in verify if rows <= PADDED), default=0),
         label=label,
     )
     origin = draft.get("origins", {}).get("draft", "recorded")

@@ -194,6 +194,10 @@ class Wrong:
             self.state.logits[:, 7] = float("nan")
         elif self.fault == "cache":
             self.state.k[1][0, where] = self.state.k[1][0, where - 1]
+        elif self.fault == "no number":
+            self.state.v[1][0, where] = float("nan")
+        elif self.fault == "last token":
+            self.state.token[-1] = self.state.next_token[-1] = self.state.logits[-1].argmin()
 
 
 @pytest.mark.parametrize(
@@ -205,11 +209,29 @@ class Wrong:
         ("token", "another next token"),
         ("logits", "no numbers"),
         ("cache", "a written cache row"),
+        ("no number", "a written cache row"),
     ],
 )
 def test_a_check_finds_what_is_wrong(fault: str, words: str, rank: Make) -> None:
     weights, state = rank()
     check = check_step(Wrong(RankStep(weights, state), state, fault), weights, state)
+    failures = " / ".join(check.failures(1e-4))
+    assert words in failures
+    assert bool(failures) == bool(fault)
+
+
+@pytest.mark.parametrize(("fault", "words"), [("", ""), ("last token", "another next token")])
+def test_a_tie_of_one_sequence_hides_nothing_of_another(
+    fault: str, words: str, rank: Make
+) -> None:
+    weights, state = rank(batch=2)
+    RankStep(weights, state)()
+    first, last = state.next_token.tolist()
+    assert first != last
+    weights.lm_head[first - 1 if first - 1 != last else first - 2] = weights.lm_head[first]
+    state.reset()
+    check = check_step(Wrong(RankStep(weights, state), state, fault), weights, state)
+    assert check.margin > 1e-2, "the second sequence's"
     failures = " / ".join(check.failures(1e-4))
     assert words in failures
     assert bool(failures) == bool(fault)

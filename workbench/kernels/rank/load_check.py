@@ -12,15 +12,9 @@ from torch import Tensor
 from workbench.errors import KernelError
 from workbench.kernels.rank.load_state import LoadState
 from workbench.kernels.rank.load_step import LoadStep
-from workbench.kernels.rank.reference import MARGIN, Reference, StepCheck, _relative
+from workbench.kernels.rank.reference import Reference, StepCheck, apart, right_token
 from workbench.kernels.rank.state import RankState
 from workbench.kernels.rank.weights import RankWeights
-
-
-def apart(found: Tensor, wanted: Tensor) -> float:
-    """The relative error (L2); infinite where it is no number, which a maximum would pass over."""
-    error = _relative(found, wanted)
-    return error if math.isfinite(error) else math.inf
 
 
 def told(check: StepCheck) -> dict[str, Any]:
@@ -95,12 +89,10 @@ def check_load(
         finite &= torch.equal(step.h[0][b], weights.embed[tokens[b]])
         wanted_logits = reference.logits(step.h[count][b])
         logit = max(logit, apart(state.logits[b], wanted_logits))
-        top = wanted_logits.topk(2)
-        gap = float(top.values[0] - top.values[1])
         found = int(state.next_token[b])
-        if gap > MARGIN:  # of a tie either may come
-            margin = min(margin, gap)
-            equal &= found == int(top.indices[0])
+        gap, right = right_token(wanted_logits, found)
+        margin = min(margin, gap)
+        equal &= right
         if step.advance:
             equal &= int(state.token[b]) == found
     return StepCheck(

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from workbench.errors import KernelError
-from workbench.kernels.rank.load_check import apart
 from workbench.kernels.rank.prefill_state import PrefillState
 from workbench.kernels.rank.prefill_step import PrefillStep
-from workbench.kernels.rank.reference import MARGIN, Reference, StepCheck
+from workbench.kernels.rank.reference import Reference, StepCheck, apart, right_token
 from workbench.kernels.rank.weights import RankWeights
 
 
@@ -102,11 +101,9 @@ def check_prefill(
         at = rows.index((b + 1) * state.tokens - 1)
         wanted_logits = reference.logits(step.h[-1][at])
         logit = max(logit, apart(state.logits[b], wanted_logits))
-        top = wanted_logits.topk(2)
-        gap = float(top.values[0] - top.values[1])
-        if gap > MARGIN:  # of a tie either may come
-            margin = min(margin, gap)
-            equal &= int(state.next_token[b]) == int(top.indices[0])
+        gap, right = right_token(wanted_logits, int(state.next_token[b]))
+        margin = min(margin, gap)
+        equal &= right
     for at, row in enumerate(rows):
         finite &= torch.equal(step.h[0][at], weights.embed[state.token[row]])
     return StepCheck(
