@@ -221,9 +221,7 @@ def test_a_check_finds_what_is_wrong(fault: str, words: str, rank: Make) -> None
 
 
 @pytest.mark.parametrize(("fault", "words"), [("", ""), ("last token", "another next token")])
-def test_a_tie_of_one_sequence_hides_nothing_of_another(
-    fault: str, words: str, rank: Make
-) -> None:
+def test_a_tie_of_one_sequence_hides_nothing_of_another(fault: str, words: str, rank: Make) -> None:
     weights, state = rank(batch=2)
     RankStep(weights, state)()
     first, last = state.next_token.tolist()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from workbench.errors import KernelError
 from workbench.kernels.rank.load_state import LoadState
