@@ -41,7 +41,7 @@ TEST  := $(LAB),test
 FULL  := $(TEST),bench,dev
 NEEDS := pyproject.toml constraints.txt setup.py scripts/fill_venv.py
 
-.PHONY: help lab test test-full lint engine format bench hooks clean
+.PHONY: help lab test test-full test-serving lint engine format bench hooks clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -49,6 +49,7 @@ help:
 	@echo "make lab        open JupyterLab on the notebooks"
 	@echo "make test       lint, types, tests, notebooks (under 10 minutes on 2 cores)"
 	@echo "make test-full  the same and everything slow"
+	@echo "make test-serving  a real vLLM server on this CPU (an environment of its own, 3.4 GB)"
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     let ruff rewrite the source"
 	@echo "make engine     check beam-tiny against vLLM's own model (optional, ENGINE_PYTHON=...)"
@@ -92,6 +93,12 @@ test: lint
 
 test-full: $(VENV)/.filled-full lint
 	@$(BIN)/python -m pytest $(SPREAD) $(NBVAL) -m "full or not full" tests notebooks $(PYTEST_ARGS)
+
+# vLLM's CPU build serving beam-tiny on loopback (docs/serving.md). One test file after the other: a
+# server takes 3 GB and both cores.
+test-serving: $(VENV)/.filled-test
+	@$(BIN)/python scripts/fill_serving_venv.py --torch '$(TORCH)' --torch-index '$(TORCH_INDEX)'
+	@SERVING_PYTHON=$(CURDIR)/.venv-cpu-serving/bin/python $(BIN)/python -m pytest tests/serving_real $(PYTEST_ARGS)
 
 # Optional: the bundled checkpoint through the engine's own classes (tests/engine/README.md).
 engine: $(VENV)/.filled-test

@@ -11,10 +11,10 @@ takes ``--dummy`` weights. ``--layers`` serves the first N layers, with dummy we
 the full model's shapes where it does not fit.
 
 The engine runs in this process (workers of several ranks in their own) with the worker extension
-``workbench.serving.engine_worker.EngineWorker``; each worker is asked after a prompt was answered,
-so that what is chosen late is there. The JSON holds the comparison and all that the workers said:
-``engine_layers(json.load(file), model)`` reads it again without vLLM. Exit code 1 where something
-is not as configured.
+``workbench.serving.layers.engine_worker.EngineWorker``; each worker is asked after a prompt was
+answered, so that what is chosen late is there. The JSON holds the comparison and all that the
+workers said: ``engine_layers(json.load(file), model)`` reads it again without vLLM. Exit code 1
+where something is not as configured.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from typing import Any
 
 from workbench.errors import WorkbenchError
 from workbench.files import write_whole
+from workbench.hardware import cpu_name
 from workbench.model.config import BeamConfig
-from workbench.model.drafter_config import DFlash2Config
 from workbench.model.presets import resolve, resolve_drafter
-from workbench.serving.engine_layers import EngineLayers, engine_layers
-from workbench.serving.engine_worker import EXTENSION
+from workbench.serving.layers.engine_layers import EngineLayers, engine_layers
+from workbench.serving.layers.engine_worker import EXTENSION, METHOD
 
 BEGAN = time.monotonic()
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,8 +92,9 @@ def surroundings(given: argparse.Namespace) -> None:
         "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0",
         "VLLM_HOST_IP": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Of the CPU build: GiB of cache, and threads that the system places.
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }  # fmt: skip
     for name, value in fixed.items():
         os.environ.setdefault(name, value)
@@ -134,8 +135,9 @@ def started(given: argparse.Namespace, folder: Path, drafter: Path | None) -> An
     if drafter is not None:
         named["speculative_config"] = {
             "method": "dflash", "model": str(drafter), "num_speculative_tokens": given.drafts,
-            "enable_adaptive_verification": given.adaptive,
         }  # fmt: skip
+        if given.adaptive:
+            named["speculative_config"]["enable_adaptive_verification"] = True
     llm = vllm.LLM(**named)
     say("up")
     answer = llm.generate(
@@ -151,10 +153,11 @@ def document_of(value: EngineLayers, given: argparse.Namespace, seconds: float) 
     """What is written: the comparison, and where it was made."""
     import torch
 
+    device = value.engine.get("device_name")
     return {
         "schema": "workbench-serving-layers/1",
         "recorded_on": datetime.now(UTC).date().isoformat(),
-        "hardware": value.engine.get("device_name") or platform.processor() or platform.machine(),
+        "hardware": cpu_name() if device in (None, "", "cpu") else device,
         "versions": {
             "vllm": value.engine.get("version"), "torch": torch.__version__,
             "python": platform.python_version(),
@@ -204,19 +207,14 @@ def main() -> int:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
     began = time.perf_counter()
-    llm.collective_rpc("workbench_layers")
+    documents = llm.collective_rpc(METHOD)
     seconds = time.perf_counter() - began
-    value = read(llm, config, draft_config)
+    value = engine_layers(documents, config, drafter=draft_config)
     say(f"asked {len(value.ranks)} worker(s) in {seconds:.3f} s")
-    text = json.dumps(document_of(value, given, seconds), indent=1, sort_keys=False)
+    text = json.dumps(document_of(value, given, seconds), indent=1)
     write_whole(given.out, (text + "\n").encode())
     print(shown(value))
     return 0 if value.agrees else 1
-
-
-def read(llm: Any, config: BeamConfig, drafter: DFlash2Config | None) -> EngineLayers:
-    """The comparison, of what the engine answers now."""
-    return engine_layers(llm, config, drafter=drafter)
 
 
 def shown(value: EngineLayers) -> str:

@@ -353,6 +353,8 @@ def compared(document: dict[str, Any]) -> dict[str, Any]:
         "engine_adaptive": adaptive_part.get("first", {}).get("acceptance_length"),
         "probe_accepted": fixed_part.get("recording", {}).get("accepted"),
         "counter_accepted": counted.get("accepted_tokens"),
+        "probe_events": fixed_part.get("recording", {}).get("events"),
+        "counter_drafts": counted.get("drafts"),
         "probe_cost_share": adaptive_part.get("cost_share"),
     }
 

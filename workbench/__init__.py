@@ -30,7 +30,14 @@ if TYPE_CHECKING:
     from workbench.model.swap import compare as compare_kernels  # noqa: F401 - renamed on purpose
     from workbench.model.tokenizer import Tokenizer as Tokenizer
     from workbench.model.weights import size_weights as size_weights
+    from workbench.serving.client.chat import Chat as Chat
+    from workbench.serving.client.client import Client as Client
+    from workbench.serving.launch.launch import launch_of as launch_of
+    from workbench.serving.layers.engine_layers import engine_layers as engine_layers
+    from workbench.serving.monitor.monitor import Monitor as Monitor
+    from workbench.serving.probe_read import read_probe as read_probe
     from workbench.serving.reconcile import reconcile as reconcile
+    from workbench.serving.server.server import serve as serve
     from workbench.spec.decode import decode as decode
     from workbench.spec.drafter_checkpoint import load_drafter as load_drafter
     from workbench.spec.drafter_checkpoint import save_drafter as save_drafter
@@ -43,6 +50,9 @@ __version__ = "0.1.0"
 # imports above are for type checkers only.
 _PUBLIC = {
     "BeamConfig": "workbench.model.config",
+    "Chat": "workbench.serving.client.chat",
+    "Client": "workbench.serving.client.client",
+    "Monitor": "workbench.serving.monitor.monitor",
     "Sampling": "workbench.model.sampling",
     "Tally": "workbench.spec.metrics",
     "Tokenizer": "workbench.model.tokenizer",
@@ -51,19 +61,23 @@ _PUBLIC = {
     "capture": "workbench.model.inspect",
     "compare_kernels": "workbench.model.swap:compare",
     "decode": "workbench.spec.decode",
+    "engine_layers": "workbench.serving.layers.engine_layers",
     "generate": "workbench.model.generate",
     "info": "workbench.model.info",
-    "kernels": "workbench.kernels",
     "intervene": "workbench.model.inspect",
+    "kernels": "workbench.kernels",
+    "launch_of": "workbench.serving.launch.launch",
     "load": "workbench.model.checkpoint",
     "load_drafter": "workbench.spec.drafter_checkpoint",
     "logit_lens": "workbench.model.inspect",
     "machine": "workbench.hardware",
     "make_plan": "workbench.model.plan",
+    "read_probe": "workbench.serving.probe_read",
     "reconcile": "workbench.serving.reconcile",
     "resolve": "workbench.model.presets",
     "save": "workbench.model.checkpoint",
     "save_drafter": "workbench.spec.drafter_checkpoint",
+    "serve": "workbench.serving.server.server",
     "size_kv": "workbench.model.sizing",
     "size_weights": "workbench.model.weights",
     "stream": "workbench.model.generate",

@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from workbench import cli_bench, cli_kernels, cli_simulate, cli_sizing, cli_spec, cli_trace
+from workbench import (
+    cli_bench,
+    cli_kernels,
+    cli_monitor,
+    cli_serve,
+    cli_simulate,
+    cli_sizing,
+    cli_spec,
+    cli_trace,
+)
 from workbench.cli_options import (
     Device,
     Json,
@@ -131,6 +140,8 @@ app.add_typer(cli_bench.bench_app, name="bench")
 app.command()(cli_sizing.kv)
 app.command()(cli_sizing.plan)
 app.command()(cli_simulate.simulate)
+app.command()(cli_serve.serve)
+app.command()(cli_monitor.monitor)
 
 
 @app.callback(invoke_without_command=True)

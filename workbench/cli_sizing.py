@@ -154,10 +154,10 @@ def plan(
     from workbench.model.serve_command import Speculation
 
     resolved = resolve(model)
-    card, found = _gpu(gpu)
+    card, found = gpu_of(gpu)
     if drafter is not None and not speculation:
         raise SizingError("--drafter and --no-speculation contradict each other; leave one out")
-    shape, assumed = _drafter_of_plan(model, drafter) if speculation else (None, "")
+    shape, assumed = drafter_of_plan(model, drafter) if speculation else (None, "")
     asked = (
         Speculation(drafter=drafter, tokens=speculative_tokens, adaptive=adaptive)
         if speculation and (shape is not None or drafter is not None)
@@ -165,7 +165,7 @@ def plan(
     )
     layout = None
     if tp is not None or dp is not None or ep is not None:
-        layout = _layout(gpus, found, tp, dp, bool(ep))
+        layout = layout_of(gpus, found, tp, dp, bool(ep))
     settings: dict[str, Any] = {
         "gpus": gpus if gpus is not None or layout is not None else found,
         "weights": weights,
@@ -196,7 +196,7 @@ def plan(
         raise SizingError(best.verdict)
 
 
-def _layout(gpus: int | None, found: int, tp: int | None, dp: int | None, ep: bool) -> Layout:
+def layout_of(gpus: int | None, found: int, tp: int | None, dp: int | None, ep: bool) -> Layout:
     """The layout that the options name; what they leave open follows from the number of GPUs."""
     from workbench.model.layout import Layout
 
@@ -236,7 +236,7 @@ def _drafter_of_kv(model: str, folder: str | None, *, wanted: bool) -> DFlash2Co
     return resolve_drafter(name).config
 
 
-def _drafter_of_plan(model: str, drafter: str | None) -> tuple[DFlash2Config | None, str]:
+def drafter_of_plan(model: str, drafter: str | None) -> tuple[DFlash2Config | None, str]:
     """The drafter to count, and a note where its shape was assumed.
 
     What exists here must be a drafter's folder. A path or name that does not is the engine's to
@@ -265,7 +265,7 @@ def _drafter_of_plan(model: str, drafter: str | None) -> tuple[DFlash2Config | N
     return known.config, assumed_drafter(name) if known.folder is None else ""
 
 
-def _gpu(name: str) -> tuple[GpuSheet, int]:
+def gpu_of(name: str) -> tuple[GpuSheet, int]:
     """The data sheet and how many such GPUs to take when nobody says."""
     from workbench.datasheet import detected, sheet
 

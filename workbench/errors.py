@@ -43,3 +43,7 @@ class DraftError(WorkbenchError):
 
 class TraceError(WorkbenchError):
     """A trace file that cannot be read or written."""
+
+
+class ServingError(WorkbenchError):
+    """A server that cannot be started, reached or understood, or a setting for one."""

@@ -77,6 +77,10 @@ def write_whole(path: str | Path, data: bytes) -> None:
             kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
             raise FileError(f"{path} cannot be written: it is {kind}; give the name of a file")
         _replace(Path(os.path.realpath(path)), data)
+    except FileNotFoundError as error:
+        raise FileError(
+            f"{path} cannot be written: its folder does not exist; make that first"
+        ) from error
     except OSError as error:
         raise FileError(
             f"{path} cannot be written ({error.strerror or error}); nothing was written there"

@@ -253,7 +253,7 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
         TraceWriter(tmp_path / "folder", HEAD, overwrite=True)
     with pytest.raises(TraceError, match="header given is not a trace"):
         TraceWriter(path, {"model": "m"}, overwrite=True)
-    with pytest.raises(TraceError, match="No such file"):
+    with pytest.raises(TraceError, match="its folder does not exist"):
         TraceWriter(tmp_path / "missing" / "t", HEAD)
     assert path.read_text() == "of value"
     with TraceWriter(path, HEAD, overwrite=True) as writer:

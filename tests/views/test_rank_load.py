@@ -13,7 +13,7 @@ import pytest
 from workbench.errors import KernelError, WorkbenchError
 from workbench.kernels.rank.recorded_loads import LOAD, PREFILL, recorded_load, recorded_prefill
 from workbench.kernels.rank.recorded_runs import RECORDED
-from workbench.views.rank_load import rank_load, rank_verify
+from workbench.views.rank_load import _mode, rank_load, rank_verify
 from workbench.views.rank_prefill import rank_prefill
 
 CHECKOUT = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -236,3 +236,10 @@ def test_the_package_has_the_checkout_s_record(name: str) -> None:
     content = (RECORDED / name).read_bytes()
     assert len(content) < 60_000
     assert content == (CHECKOUT / name).read_bytes()
+
+
+def test_no_line_runs_over_sizes_that_were_not_measured() -> None:
+    floor = {4: 1.0, 8: 2.0, 16: 3.0, 32: 4.0}
+    assert _mode([8, 16, 32], floor) == "lines+markers"
+    assert _mode([8, 32], floor) == "markers"
+    assert _mode([], floor) == "lines+markers"

@@ -148,7 +148,8 @@ class Layer(nn.Module):
     def __init__(self, config: BeamConfig, layer: int, shard: Shard) -> None:
         super().__init__()
         self.layer, self.eps = layer, config.rms_norm_eps
-        self.scales = (depth_scale(2 * layer + 2), depth_scale(2 * layer + 3))
+        self.original = config.original(layer)  # its depth, which a part of a model keeps
+        self.scales = (depth_scale(2 * self.original + 2), depth_scale(2 * self.original + 3))
         self.attention = Attention(config, layer, shard)
         self.mlp = SparseMLP(config, shard) if config.is_sparse(layer) else DenseMLP(config, shard)
         self.input_norm = _weight(config.hidden_size)

@@ -1,27 +1,24 @@
 """Checkpoints in Hugging Face names: read and written tensor by tensor through safetensors.
 
-Reading looks at the headers of all files first, so that a wrong checkpoint is refused before
-anything is allocated; then each slice goes straight from the mapped file into its parameter, on the
-target device. At no time is there more in memory than the model and the file being read. A
-tensor-parallel rank reads its own slices only. Writing is in ``checkpoint_save.py``.
+Reading looks at the headers of all files first (``checkpoint_read.py``), so that a wrong checkpoint
+is refused before anything is allocated; then each slice goes from its file into its parameter, on
+the target device, dequantised where it is stored in FP8 or NVFP4 (``quantised.py``). At no time is
+there more in memory than the model and one tensor. A tensor-parallel rank reads its own slices
+only, a part of a model (``partial.py``) its own layers. Writing is in ``checkpoint_save.py``.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from workbench.errors import CheckpointError
-from workbench.files import FileError, expand, read_json
+from workbench.files import expand
 from workbench.model.beam import Beam
 from workbench.model.checkpoint_layout import (
     Target,
@@ -29,15 +26,23 @@ from workbench.model.checkpoint_layout import (
     fused_tensors,
     tensor_targets,
 )
-from workbench.model.checkpoint_save import INDEX_FILE, SINGLE_FILE, save
+from workbench.model.checkpoint_read import Header, opened, read_headers, read_part
+from workbench.model.checkpoint_save import save
+from workbench.model.config import BeamConfig
 from workbench.model.parallel import Shard
+from workbench.model.partial import PartialConfig, take_layers
 from workbench.model.presets import known_models, resolve
-from workbench.model.tensors import tensor_specs
+from workbench.model.quantisation import CONFIG_KEYS, read_quantisation
+from workbench.model.quantised import Weight, find_weight
+from workbench.model.tensors import TensorSpec, tensor_specs
 from workbench.model.tokenizer import Tokenizer
 
-__all__ = ["load", "load_into", "save"]
+__all__ = ["DTYPES", "Header", "load", "load_into", "opened", "read_headers", "save"]
 
 DTYPES = ("BF16", "F16", "F32")  # of ordinary tensors; routers have to be F32
+_QUANTISABLE = ("attention", "dense_mlp", "experts", "head")  # parts with linear layers
+
+Progress = Callable[[int, int], None]
 
 
 def load(
@@ -46,9 +51,14 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     shard: Shard | None = None,
+    layers: Iterable[int] | None = None,
     check_finite: bool = True,
+    progress: Progress | None = None,
 ) -> Beam:
     """A Beam with its weights, ready for inference.
+
+    Weights that the folder stores in FP8 or NVFP4 are dequantised; see
+    :mod:`workbench.model.quantised` for what is supported.
 
     Args:
         model: a bundled checkpoint, or a folder with ``config.json`` and safetensors.
@@ -57,19 +67,33 @@ def load(
         dtype: of weights and activations: float32 on a CPU and bfloat16 elsewhere when None.
             Routers are float32 always.
         shard: the tensor-parallel rank to read; the whole model when None.
+        layers: some layers only, such as ``[0, 3, 51]``, between the embedding and the head: for
+            study, from a checkpoint of any size. Files without anything of them need not be there.
+            See :mod:`workbench.model.partial`.
         check_finite: refuse weights that are NaN or infinite.
+        progress: told after each tensor how many bytes of the model are filled, of how many.
 
     Raises:
         ModelNotFoundError, ConfigError: see :func:`workbench.model.presets.resolve`.
         ConfigError: the shard does not divide the model.
-        CheckpointError: files or tensors are missing, unknown, damaged, or of the wrong kind.
+        CheckpointError: files or tensors are missing, unknown, damaged, or of the wrong kind; the
+            way they are quantised is not supported; layers that the model does not have.
         TokenizerError: the folder has a damaged tokenizer.
     """
     resolved = resolve(model)
     where = _device(device)
     dtype = _dtype(dtype, where)
+    config = _plain(resolved.config)
+    name = resolved.name
+    if layers is not None:
+        if shard is not None:
+            raise CheckpointError(
+                "layers and shard do not go together: some layers are loaded whole; leave one out"
+            )
+        config = take_layers(config, layers)
+        name = f"{config.words} of {name}"
     with torch.device("meta"):
-        beam = Beam(resolved.config, shard)
+        beam = Beam(config, shard)
     if where.type == "meta":
         _materialise(beam, where, dtype)
     elif resolved.folder is None:
@@ -82,8 +106,8 @@ def load(
     else:
         plan = _plan(beam, resolved.folder)
         _materialise(beam, where, dtype)
-        _read(beam, plan, check_finite)
-    beam.name = resolved.name
+        _read(beam, plan, check_finite, progress)
+    beam.name = name
     if resolved.folder is not None and (resolved.folder / "tokenizer.json").exists():
         beam.tokenizer = Tokenizer.from_folder(resolved.folder)
     return beam.eval()
@@ -92,20 +116,31 @@ def load(
 def load_into(beam: Beam, folder: str | Path, *, check_finite: bool = True) -> None:
     """Overwrite the weights of ``beam`` with those in ``folder``; dtype and device stay.
 
-    The folder's ``config.json`` is not read. Headers are checked before the first write; should
-    reading fail after that (a NaN, a failing disk), the weights are partly overwritten.
+    Of the folder's ``config.json`` only the ``quantization_config`` is read. Headers are checked
+    before the first write; should reading fail after that (a NaN, a failing disk), the weights are
+    partly overwritten.
 
     Raises:
+        ConfigError: the folder's ``config.json`` cannot be read.
         CheckpointError: files or tensors are missing, unknown, damaged, or of the wrong kind.
     """
     if beam.device.type == "meta":
         raise CheckpointError(
             f"{beam.name} is on the meta device and has no memory to read into; use load()"
         )
-    _read(beam, _plan(beam, expand(folder)), check_finite)
+    _read(beam, _plan(beam, expand(folder)), check_finite, None)
 
 
 # -- where and how ------------------------------------------------------------------------------
+
+
+def _plain(config: BeamConfig) -> BeamConfig:
+    """The config of the weights in memory, which are not quantised whatever the files were."""
+    if not any(key in config.extra for key in CONFIG_KEYS):
+        return config
+    return config.replace(
+        extra={key: value for key, value in config.extra.items() if key not in CONFIG_KEYS}
+    )
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -148,181 +183,134 @@ def _materialise(beam: Beam, device: torch.device, dtype: torch.dtype) -> None:
         setattr(beam.get_submodule(module), leaf, nn.Parameter(memory, requires_grad=False))
 
 
-# -- headers ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
-    """What a file's header says of one tensor."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
+# -- what to read -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copy:
-    """One slice to read: the stored tensor's name, and where it goes."""
+    """One slice to read: where it lies, how it is decoded (None: as it is), where it goes."""
 
-    stored: str
+    stored: Header
     name: str  # the plain tensor's name: the stored one, or one expert of a fused tensor
     target: Target
+    weight: Weight | None
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files that hold weights, and the index's map of tensor to file (empty without one)."""
-    index = folder / INDEX_FILE
-    if not index.exists():
-        if (folder / SINGLE_FILE).exists():
-            _check_regular(folder / SINGLE_FILE)
-            return [folder / SINGLE_FILE], {}
-        raise CheckpointError(
-            f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
-        )
-    try:
-        weight_map = read_json(index)["weight_map"]
-        names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except FileError as error:
-        raise CheckpointError(f"{index} is not a readable index: {error}") from error
-    except (TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index} is not a readable index with a weight_map; restore the file"
-        ) from error
-    if not names:
-        raise CheckpointError(f"{index} has an empty weight_map; restore the file")
-    for tensor, file in names.items():
-        if Path(file).name != file or not file.endswith(".safetensors"):
+class _Planner:
+    """Finds the stored form of each tensor, and keeps account of what is used."""
+
+    def __init__(self, folder: Path, headers: dict[str, Header]) -> None:
+        self.folder, self.headers = folder, headers
+        self.quantisation = read_quantisation(folder)
+        self.used: set[str] = set()
+
+    def find(
+        self, name: str, shape: tuple[int, ...], *, fp32: bool = False, linear: bool = False
+    ) -> tuple[Header, Weight | None] | None:
+        """The tensor's header and how it is decoded; None when it is not there."""
+        if linear and self.quantisation is not None:
+            weight = find_weight(self.quantisation, self.headers, name, shape)
+            if weight is not None:
+                self.used.update(header.name for header in weight.tensors)
+                return weight.codes, weight
+        header = self.headers.get(name)
+        if header is None:
+            return None
+        allowed = ("F32",) if fp32 else DTYPES
+        if header.dtype not in allowed:
+            hint = ""
+            if linear and self.quantisation is None and header.dtype in ("F8_E4M3", "U8"):
+                hint = ", or config.json must say in quantization_config what it means"
             raise CheckpointError(
-                f"{index} places {tensor} in {file!r}, which is not a safetensors file beside it"
+                f"tensor {name} in {header.file} has dtype {header.dtype}; "
+                f"it must be {' or '.join(allowed)}{hint}"
             )
-        if not os.path.exists(folder / file):  # false for a name no file system can hold, too
-            raise CheckpointError(
-                f"{index} places {tensor} in {file}, which is not there; "
-                "fetch the missing file or write the checkpoint again"
-            )
-    files = [folder / file for file in sorted(set(names.values()))]
-    for path in files:
-        _check_regular(path)
-    return files, names
-
-
-def _check_regular(file: Path) -> None:
-    # Opening a pipe waits for a writer that may never come.
-    if not file.is_file():
-        raise CheckpointError(f"{file} is not a regular file; fetch it or write it again")
-
-
-def read_headers(folder: Path) -> dict[str, Header]:
-    files, index = _weight_files(folder)
-    headers: dict[str, Header] = {}
-    for file in files:
-        with opened(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                if name in headers:
-                    raise CheckpointError(
-                        f"tensor {name} is in both {headers[name].file.name} and {file}; "
-                        "remove one of them"
-                    )
-                view = tensors.get_slice(name)
-                headers[name] = Header(
-                    file=file, shape=tuple(view.get_shape()), dtype=view.get_dtype()
-                )
-    for name, place in index.items():
-        if name not in headers or headers[name].file.name != place:
-            raise CheckpointError(
-                f"{folder / INDEX_FILE} places tensor {name} in {place}, which does not hold it; "
-                "write the checkpoint again"
-            )
-    return headers
-
-
-@contextmanager
-def opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} is truncated or corrupt ({error}); fetch it or write it again"
-        ) from error
-
-
-def _plan(beam: Beam, folder: Path) -> dict[Path, list[_Copy]]:
-    """What to copy out of each file, once the headers prove that it is all there and fits."""
-    headers = read_headers(folder)
-    targets = tensor_targets(beam.config, beam.shard)
-    plan: dict[Path, list[_Copy]] = {}
-    used: set[str] = set()
-
-    def check(name: str, shape: tuple[int, ...], fp32: bool) -> Path:
-        header = headers[name]
         if header.shape != shape:
             raise CheckpointError(
                 f"tensor {name} in {header.file} has shape {list(header.shape)}, but the config "
                 f"needs {list(shape)}"
             )
-        allowed = ("F32",) if fp32 else DTYPES
-        if header.dtype not in allowed:
-            raise CheckpointError(
-                f"tensor {name} in {header.file} has dtype {header.dtype}; "
-                f"it must be {' or '.join(allowed)}"
-            )
-        used.add(name)
-        return header.file
+        self.used.add(name)
+        return header, None
 
+    def expected(self, name: str) -> bool:
+        """Whether a tensor that was not used may be there all the same."""
+        return self.quantisation is not None and self.quantisation.bystander(name)
+
+
+def _plan(beam: Beam, folder: Path) -> list[_Copy]:
+    """What to copy, in the files' order, once the headers prove that it is all there and fits."""
+    config = beam.config
+    wanted = config.wants if isinstance(config, PartialConfig) else None
+    planner = _Planner(folder, read_headers(folder, wanted))
+    targets = tensor_targets(config, beam.shard)
+    plan: list[_Copy] = []
     fused_parts: set[str] = set()
-    for fused_name, fused in fused_tensors(beam.config, targets):
-        if fused_name in headers:
-            file = check(fused_name, fused.shape, fp32=False)
+    for fused_name, fused in fused_tensors(config, targets):
+        found = planner.find(fused_name, fused.shape, linear=True)
+        if found is not None:
             fused_parts.update(fused.parts)
-            plan.setdefault(file, []).extend(
-                _Copy(stored=fused_name, name=name, target=target)
+            plan += [
+                _Copy(stored=found[0], name=name, target=target, weight=found[1])
                 for name, target in fused.parts.items()
-            )
-    for spec in tensor_specs(beam.config):
+            ]
+    for spec in tensor_specs(config):
         if spec.name in fused_parts:
             continue  # a separate copy, should there be one, is reported as unknown below
-        if spec.name not in headers:
+        found = planner.find(spec.name, spec.shape, fp32=spec.fp32, linear=_is_linear(spec))
+        if found is None:
             raise CheckpointError(
                 f"tensor {spec.name} is missing from {folder}: none of its weight files holds it"
             )
-        file = check(spec.name, spec.shape, spec.fp32)
-        copy = _Copy(stored=spec.name, name=spec.name, target=targets[spec.name])
-        plan.setdefault(file, []).append(copy)
-    for name, header in headers.items():
-        if name in used:
+        target = targets[spec.name]
+        plan.append(_Copy(stored=found[0], name=spec.name, target=target, weight=found[1]))
+    for name, header in planner.headers.items():
+        if name in planner.used or planner.expected(name) or (wanted and not wanted(name)):
             continue
         why = "is there a second time" if name in fused_parts else "is unknown to the config"
         raise CheckpointError(f"tensor {name} in {header.file} {why}; remove it")
-    return plan
+    return sorted(plan, key=lambda copy: (copy.stored.file, copy.stored.start))
+
+
+def _is_linear(spec: TensorSpec) -> bool:
+    return spec.part in _QUANTISABLE and spec.name.endswith(".weight")
 
 
 # -- weights ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def _read(beam: Beam, plan: Mapping[Path, list[_Copy]], check_finite: bool) -> None:
+def _read(beam: Beam, plan: list[_Copy], check_finite: bool, progress: Progress | None) -> None:
     parameters = dict(beam.named_parameters())
-    for file, copies in plan.items():
-        with opened(file) as tensors:  # one file is mapped at a time
-            view, stored = None, ""
-            for copy in copies:
-                if view is None or copy.stored != stored:
-                    view, stored = tensors.get_slice(copy.stored), copy.stored
-                _copy(view, copy, parameters[copy.target.parameter], file, check_finite)
+    total = sum(parameter.nbytes for parameter in parameters.values())
+    done = 0
+    for copy in plan:
+        region = _copy(copy, parameters[copy.target.parameter], check_finite)
+        done += region.nbytes
+        if progress is not None:
+            progress(done, total)
     beam.pack()
 
 
-def _copy(view: Any, copy: _Copy, parameter: Tensor, file: Path, check_finite: bool) -> None:
-    source: Tensor = view[copy.target.source]
-    if copy.target.transposed:
-        source = source.transpose(-1, -2)
+def _copy(copy: _Copy, parameter: Tensor, check_finite: bool) -> Tensor:
+    """Fill the copy's region of the parameter; gives that region."""
     region = parameter[copy.target.region]
-    region.copy_(source)
+    goal = region.transpose(-1, -2) if copy.target.transposed else region
+    if copy.weight is None:
+        goal.copy_(read_part(copy.stored, copy.target.source))
+    else:
+        expert = tuple(at for at in copy.target.source if isinstance(at, int))
+        cuts = [at for at in copy.target.source if isinstance(at, slice)]
+        columns = cuts[1] if len(cuts) > 1 else slice(None)
+        first = 0
+        for values in copy.weight.rows(expert, cuts[0], region.device):
+            goal[first : first + values.shape[0]] = values[:, columns]
+            first += values.shape[0]
     # On the copy, not the source: float32 -> float16 may overflow, and a GPU checks faster.
     # The extremes of a tensor with a NaN are NaN, and they need no memory of its size.
     if check_finite and not torch.isfinite(torch.stack(torch.aminmax(region))).all():
         raise CheckpointError(
-            f"tensor {copy.name} in {file} has values that are NaN or infinite in "
+            f"tensor {copy.name} in {copy.stored.file} has values that are NaN or infinite in "
             f"{str(region.dtype).removeprefix('torch.')}; the checkpoint is damaged"
         )
+    return region

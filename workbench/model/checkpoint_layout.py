@@ -78,7 +78,7 @@ def fused_tensors(
     """
     experts, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
     for layer in config.sparse_layers:
-        prefix = f"model.layers.{layer}.mlp.experts."
+        prefix = f"model.layers.{config.original(layer)}.mlp.experts."
         for fused, shape, words in (
             ("gate_up_proj", (experts, 2 * width, hidden), (("gate", 0), ("up", width))),
             ("down_proj", (experts, hidden, width), (("down", 0),)),
@@ -107,7 +107,7 @@ def _target(spec: TensorSpec, config: BeamConfig, shard: Shard) -> Target:
         name = "embed_tokens" if spec.part == "embedding" else "lm_head"
         return Target(parameter=name, source=(shard.part(config.vocab_size),))
     prefix = f"layers.{spec.layer}."
-    local = spec.name.removeprefix(f"model.layers.{spec.layer}.")
+    local = spec.name.removeprefix(f"model.layers.{config.original(spec.layer)}.")
     if local in _WHOLE:
         return Target(parameter=prefix + _WHOLE[local], source=(_ALL,))
     if local.startswith("self_attn."):

@@ -23,6 +23,7 @@ from torch import Tensor
 from workbench.errors import CheckpointError, WorkbenchError
 from workbench.model.beam import Beam
 from workbench.model.checkpoint_layout import Target, tensor_targets
+from workbench.model.partial import PartialConfig
 from workbench.model.presets import resolve
 from workbench.model.tensors import TensorSpec, tensor_specs
 
@@ -78,6 +79,11 @@ def _refuse(beam: Beam, dtype: torch.dtype, shard_bytes: int | None) -> None:
     if beam.shard.world > 1:
         raise CheckpointError(
             f"this is rank {beam.shard.rank} of {beam.shard.world} of {beam.name}; "
+            "load the whole model to save it"
+        )
+    if isinstance(beam.config, PartialConfig):
+        raise CheckpointError(
+            f"this is {beam.name}, not a whole model, and an engine would take it for one; "
             "load the whole model to save it"
         )
     if dtype not in _NAMES:

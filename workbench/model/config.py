@@ -110,6 +110,10 @@ class BeamConfig:
         """Indices of the mixture-of-experts layers."""
         return tuple(i for i, t in enumerate(self.mlp_layer_types) if t == "sparse")
 
+    def original(self, layer: int) -> int:
+        """Which layer of its checkpoint ``layer`` is: itself, unless this is a part of a model."""
+        return layer
+
     def is_full(self, layer: int) -> bool:
         """Whether ``layer`` uses full attention."""
         return self.layer_types[layer] == "full_attention"
@@ -217,6 +221,11 @@ def config_from_dict(data: Mapping[str, Any], where: str = "config") -> BeamConf
     model_type = data.get("model_type", "beam")
     if model_type != "beam":
         raise ConfigError(f"{where}: model_type is {model_type!r}; only 'beam' can be loaded here")
+    if "layer_indices" in data:  # what a part of a model writes into records of it
+        raise ConfigError(
+            f"{where}: layer_indices says that these are some layers of a model; give the whole "
+            "model's config.json and name the layers when loading it"
+        )
     known = {f.name for f in fields(BeamConfig)} - {"extra"}
     values = {k: v for k, v in data.items() if k in known}
     for name in ("head_dim", "layer_types", "mlp_layer_types"):

@@ -18,7 +18,10 @@ Part = Literal["embedding", "head", "attention", "norms", "dense_mlp", "router",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One checkpoint tensor: its name, full (unsharded) shape, model part and layer."""
+    """One checkpoint tensor: its name, full (unsharded) shape, model part and layer.
+
+    ``layer`` counts the layers of the config; in a part of a model the name has another number.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -59,7 +62,7 @@ def _layer_specs(config: BeamConfig, layer: int) -> Iterator[TensorSpec]:
         ("pre_feedforward_layernorm.weight", (hidden,), "norms"),
         ("post_feedforward_layernorm.weight", (hidden,), "norms"),
     ]
-    prefix = f"model.layers.{layer}."
+    prefix = f"model.layers.{config.original(layer)}."
     for name, shape, part in shapes:
         yield TensorSpec(name=prefix + name, shape=shape, part=part, layer=layer)
     if not config.is_sparse(layer):

@@ -206,7 +206,7 @@ def check_table(table: object, whose: str) -> None:
     if not isinstance(table, CostTable):
         raise DraftError(
             f"{whose} needs a CostTable for its times, not {table!r:.60}; measure one with "
-            "workbench.spec.profile.profile, or take a recorded one"
+            "workbench.spec.profile.profile, or take a recorded one, cost_table(NAME).table"
         )
 
 

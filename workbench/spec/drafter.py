@@ -29,6 +29,7 @@ from workbench.kernels.reference import apply_rope, linear, rms_norm, rope_table
 from workbench.kernels.tables import Kernels
 from workbench.model.beam import PACK_BYTES, Beam
 from workbench.model.drafter_config import DFlash2Config
+from workbench.model.partial import PartialConfig
 
 DEFAULT_BLOCK = 8  # rows, where a checkpoint does not say: one anchor and seven drafts
 
@@ -318,6 +319,8 @@ class Drafter(nn.Module):
 
 def check_target(config: DFlash2Config, target: Beam) -> None:
     """Raise DraftError, naming the field, when ``config`` cannot be a drafter of ``target``."""
+    if isinstance(target.config, PartialConfig):  # its layers are not those of the taps' numbers
+        raise DraftError(f"{target.name} is a part of a model; a drafter needs the whole")
     try:
         config.check_target(target.config)
     except DraftError:

@@ -172,7 +172,7 @@ def _sentence(draft: PassDrift, verify: PassDrift, limit: float) -> str:
         return f"as the cost table says: {words} ({of}){more}"
     end = "budgets are not the best ones"
     if draft.ratio and verify.ratio and abs(draft.ratio / verify.ratio - 1) <= limit:
-        end = "both are off alike, which moves no budget but every predicted time"
+        end = "both medians are off alike, which moves every predicted time and hardly a budget"
     return f"cost drift: {words} ({of}){more}; {end}; profile again with keep=False"
 
 

@@ -257,7 +257,9 @@ def simulate(
     check_number("requests", requests, 1, MOST_REQUESTS)
     check_number("seed", seed, 0)
     if not isinstance(source, Recording):
-        raise DraftError(f"a simulation draws from a Recording, not {source!r:.60}")
+        raise DraftError(
+            f"a simulation draws from a Recording, Recording.of(trace) for one, not {source!r:.60}"
+        )
     order = np.random.default_rng(seed).integers(source.requests, size=requests)
     return play(
         source,

@@ -111,6 +111,10 @@ class TraceWriter:
                 f"{self.path} exists already; give the trace another name, or say that it may be "
                 "overwritten"
             ) from error
+        except FileNotFoundError as error:
+            raise TraceError(
+                f"{self.path} cannot be written: its folder does not exist; make that first"
+            ) from error
         except OSError as error:
             raise TraceError(
                 f"{self.path} cannot be written ({error.strerror or error}); "

@@ -24,9 +24,12 @@ _PUBLIC = {
     "adaptive": "adaptive_board",
     "attention_maps": "attention",
     "block_strip": "spec_blocks",
+    "built_layers": "engine_layers",
+    "chat": "chat_board",
     "compare_runs": "spec_runs",
     "compiled_kernels": "kernel_pages",
     "concurrency_sweep": "adaptive_sweep",
+    "conversation": "chat_page",
     "cost_curves": "adaptive_costs",
     "decisions_over_time": "adaptive_time",
     "drafting": "drafting_board",
@@ -63,6 +66,11 @@ _PUBLIC = {
     "residual_scale": "residual",
     "router_load": "experts",
     "selector_lengths": "spec_groups",
+    "serving": "serving_board",
+    "serving_acceptance": "serving_figures",
+    "serving_latency": "serving_figures",
+    "serving_load": "serving_figures",
+    "serving_throughput": "serving_figures",
     "size_memory": "kv_dashboard",
     "speculative_speed": "spec_speed",
     "step_breakdown": "steps",
@@ -107,12 +115,15 @@ if TYPE_CHECKING:
     from workbench.views.adaptive_sweep import concurrency_sweep as concurrency_sweep
     from workbench.views.adaptive_time import decisions_over_time as decisions_over_time
     from workbench.views.attention import attention_maps as attention_maps
+    from workbench.views.chat_board import chat as chat
+    from workbench.views.chat_page import conversation as conversation
     from workbench.views.drafter_training import training_blocks as training_blocks
     from workbench.views.drafter_training import training_curve as training_curve
     from workbench.views.drafter_training import training_mask as training_mask
     from workbench.views.drafter_training import watch_training as watch_training
     from workbench.views.drafting_board import drafting as drafting
     from workbench.views.drafting_trace import drafting_replay as drafting_replay
+    from workbench.views.engine_layers import built_layers as built_layers
     from workbench.views.experts import ablation_effect as ablation_effect
     from workbench.views.experts import router_load as router_load
     from workbench.views.explorer import explore as explore
@@ -146,6 +157,11 @@ if TYPE_CHECKING:
     from workbench.views.rank_prefill import rank_prefill as rank_prefill
     from workbench.views.rank_times import rank_kernels as rank_kernels
     from workbench.views.residual import residual_scale as residual_scale
+    from workbench.views.serving_board import serving as serving
+    from workbench.views.serving_figures import serving_acceptance as serving_acceptance
+    from workbench.views.serving_figures import serving_latency as serving_latency
+    from workbench.views.serving_figures import serving_load as serving_load
+    from workbench.views.serving_figures import serving_throughput as serving_throughput
     from workbench.views.spec_blocks import block_strip as block_strip
     from workbench.views.spec_curves import acceptance_curves as acceptance_curves
     from workbench.views.spec_curves import acceptance_histogram as acceptance_histogram

@@ -11,6 +11,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.errors import DraftError
+from workbench.spec.measured_adaptive import MeasuredAdaptive
 from workbench.spec.published import Published
 from workbench.spec.sweep import Figure, SweepRow
 from workbench.views import spec_marks, theme
@@ -45,7 +46,7 @@ class _Measured:
 def concurrency_sweep(
     rows: Sequence[SweepRow],
     *,
-    measured: Sequence[Any] | None = None,
+    measured: MeasuredAdaptive | Sequence[Any] | None = None,
     published: Published | None = None,
     source: str | None = None,
 ) -> View:
@@ -57,18 +58,21 @@ def concurrency_sweep(
             them, it is said in words.
         measured: runs of adaptive against fixed verification, objects or dictionaries with
             ``concurrency`` and ``ratio`` of tokens/s, and where they are known ``low`` and ``high``
-            of its 95 % interval, ``p99_ratio`` and a ``label``.
+            of its 95 % interval, ``p99_ratio`` and a ``label``; or a file of them
+            (:func:`workbench.spec.measured_adaptive.measured_adaptive`), which says where as well.
         published: the engine's figures (:func:`workbench.spec.published.published`).
         source: of the lines, in the place of what the rows say.
 
     Raises:
         DraftError: a measured point lacks its concurrency or ratio.
     """
-    points = [_point(one) for one in measured or ()]
+    kept = measured if isinstance(measured, MeasuredAdaptive) else None
+    points = [_point(one) for one in (kept.runs if kept is not None else measured or ())]
     at = sorted(rows, key=lambda row: row.concurrency)
     labels = "; ".join(dict.fromkeys(row.label for row in at))
     made = [source or f"lines modelled; {labels}"] if at else []
-    made += [f"marks measured: {_labels(points)}"] if points else []
+    where = "measured" if kept is None else kept.how
+    made += [f"marks: {_labels(points)}, {where}"] if points else []
     made += ["star: published, another machine, model and drafter"] if published else []
     inner = HEADING + 2 * _PANEL + _GAP
     up = _PANEL / inner
@@ -289,13 +293,13 @@ def _title(rows: Sequence[SweepRow]) -> str:
         return title
     (_, least), (_, most) = (pick(changes, key=lambda one: one[1]) for pick in (min, max))
     if len(changes) == 1:
-        return f"Adaptive: {percent(least)} tokens/s"
-    return f"Adaptive: {percent(least)} to {percent(most)} tokens/s"
+        return f"Adaptive, modelled: {percent(least)} tokens/s"
+    return f"Adaptive, modelled: {percent(least)} to {percent(most)} tokens/s"
 
 
 def _against(rows: Sequence[SweepRow]) -> str:
     """Whose change the title tells."""
-    return f"adaptive{', modelled,' if rows else ''} against fixed verification"
+    return f"{'modelled lines' if rows else 'adaptive'} against fixed verification"
 
 
 def _text(

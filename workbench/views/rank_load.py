@@ -145,7 +145,7 @@ def _trace(
         more = {"text": text, "textposition": "top center"}
     return go.Scatter(
         x=np.array(rows, np.int32), y=values, name=theme.ink(theme.plain(line.name)),
-        mode="lines+markers+text" if numbers else "lines+markers", cliponaxis=False, **more,
+        mode=_mode(rows, floor) + "+text" * numbers, cliponaxis=False, **more,
         line={"color": color, "dash": dash, "width": 2}, marker={"symbol": symbol, "size": 8},
         customdata=[
             "" if f is None else f", {v / f:.2f} × the floor of {f:.2f} ms"
@@ -162,11 +162,17 @@ def _multiples(line: _Line, floor: Mapping[int, float]) -> go.Scatter:
     return go.Scatter(
         x=np.array(rows, np.int32),
         y=np.array([line.points[r] / (line.floors.get(r) or floor[r]) for r in rows], np.float32),
-        mode="lines+markers", showlegend=False, cliponaxis=False,
+        mode=_mode(rows, floor), showlegend=False, cliponaxis=False,
         line={"color": color, "dash": dash, "width": 2}, marker={"symbol": symbol, "size": 8},
         meta=theme.plain(line.name),
         hovertemplate="%{meta}<br>%{x}: %{y:.2f} × floor<extra></extra>",
     )  # fmt: skip
+
+
+def _mode(rows: Sequence[int], floor: Mapping[int, float]) -> str:
+    """No line across sizes that were measured beside it and not here: it would tell of them."""
+    beside = [r for r in sorted(floor) if rows and rows[0] <= r <= rows[-1]]
+    return "lines+markers" if list(rows) == beside else "markers"
 
 
 def _floor(floor: Mapping[int, float]) -> go.Scatter:

@@ -110,8 +110,8 @@ def _resolve(
         if state.batch > 1 or weights.down_layout != "HI":
             raise KernelError(
                 "the form rows of expert_mlp is for one sequence and down projections by rows, not "
-                f"for {state.batch} and {weights.down_layout}; use --batch 1 with "
-                'weights.relayout("HI"), or a stage before experts'
+                f"for {state.batch} and {weights.down_layout}; stages from experts on want one "
+                'sequence and weights.relayout("HI"); take attention or load for more'
             )
         if weights.experts == "fp8" and (reason := fp8.why_not(torch.device(where.device))):
             raise KernelError(reason)

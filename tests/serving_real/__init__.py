@@ -1,0 +1,1 @@
+"""A real vLLM server on this machine's CPU, serving ``beam-tiny`` (``make test-serving``)."""

@@ -1,0 +1,1 @@
+"""Chat with a server: replies as they stream, tools, structured output."""

@@ -1,0 +1,1 @@
+"""A server watched through its page of metrics: samples, recorded and replayed."""

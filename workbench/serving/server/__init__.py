@@ -1,0 +1,1 @@
+"""A vLLM server of this machine: started, followed, found again, ended."""
