@@ -14,6 +14,7 @@ PYTEST_ARGS ?=
 WORKERS     ?= 2
 
 VENV  := .venv
+SERVING := .venv-cpu-serving
 BIN   := $(VENV)/bin
 # An environment stays what it was made with: a later `make` without TORCH keeps the chosen torch, and
 # another choice is not ignored without a word.
@@ -96,9 +97,12 @@ test-full: $(VENV)/.filled-full lint
 
 # vLLM's CPU build serving beam-tiny on loopback (docs/serving.md). One test file after the other: a
 # server takes 3 GB and both cores.
-test-serving: $(VENV)/.filled-test
-	@$(BIN)/python scripts/fill_serving_venv.py --torch '$(TORCH)' --torch-index '$(TORCH_INDEX)'
-	@SERVING_PYTHON=$(CURDIR)/.venv-cpu-serving/bin/python $(BIN)/python -m pytest tests/serving_real $(PYTEST_ARGS)
+$(SERVING)/.filled: pyproject.toml constraints.txt scripts/fill_venv.py scripts/fill_serving_venv.py
+	@$(PYTHON) scripts/fill_serving_venv.py --venv $(SERVING) --torch-index '$(TORCH_INDEX)'
+	@touch $@
+
+test-serving: $(VENV)/.filled-test $(SERVING)/.filled
+	@SERVING_PYTHON=$(CURDIR)/$(SERVING)/bin/python $(BIN)/python -m pytest tests/serving_real $(PYTEST_ARGS)
 
 # Optional: the bundled checkpoint through the engine's own classes (tests/engine/README.md).
 engine: $(VENV)/.filled-test
@@ -117,4 +121,4 @@ hooks: $(VENV)/.filled-full
 	@$(BIN)/pre-commit install
 
 clean:
-	rm -rf $(VENV) $(VENV).lock build/lib build/bdist.* dist *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV).lock $(SERVING) $(SERVING).lock build/lib build/bdist.* dist *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -104,15 +104,19 @@ class Registry:
         self.known[name] = kind
 
 
+def compose(**settings: Any) -> Any:
+    return settings
+
+
 class Manager:
     """Stands for the part of vLLM that composes parsers by their names."""
 
-    @classmethod
-    def _compose_parser(cls, **settings: Any) -> Any:
-        return settings
+    _compose_parser = staticmethod(compose)
 
 
-def registering(monkeypatch: pytest.MonkeyPatch, *present: str) -> dict[str, Registry]:
+def registering(
+    monkeypatch: pytest.MonkeyPatch, *present: str, without: str = ""
+) -> dict[str, Registry]:
     """Runs ``register`` twice against registries that have ``present`` already."""
     parts = {
         "models": Registry(
@@ -131,17 +135,21 @@ def registering(monkeypatch: pytest.MonkeyPatch, *present: str) -> dict[str, Reg
         monkeypatch.setitem(sys.modules, name, made)
 
     module("transformers", AutoConfig=parts["auto"], PretrainedConfig=object)
+    if hasattr(Manager, "_compose_parser"):
+        monkeypatch.setattr(Manager, "_compose_parser", staticmethod(compose))
     module("vllm", ModelRegistry=parts["models"])
     module("vllm.parser", ParserManager=Manager)
     module("vllm.reasoning", ReasoningParserManager=parts["reasoning"])
     module("vllm.tool_parsers", ToolParserManager=parts["tools"])
     module("vllm.transformers_utils")
     module("vllm.transformers_utils.config", _CONFIG_REGISTRY=parts["configs"].known)
+    if without in sys.modules:
+        monkeypatch.setitem(sys.modules, without, None)
     monkeypatch.delitem(sys.modules, "workbench.serving.vllm_plugin.config", raising=False)
     vllm_plugin.register()
     first = {name: dict(part.known) for name, part in parts.items()}
     vllm_plugin.register()
-    monkeypatch.delitem(sys.modules, "workbench.serving.vllm_plugin.config", raising=False)
+    sys.modules.pop("workbench.serving.vllm_plugin.config", None)  # made of the stand-ins
     assert first == {name: part.known for name, part in parts.items()}
     return parts
 
@@ -157,11 +165,37 @@ def test_a_build_without_beam_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_build_with_beam_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = registering(monkeypatch, "models", "reasoning", "tools", "configs")
-    assert parts["models"].known["BeamForCausalLM"] == "its own"
-    for name in ("reasoning", "tools", "configs"):
-        assert parts[name].known["beam"] == "its own"
-    assert not parts["auto"].known
+    for present in (("models",), ("models", "reasoning", "tools", "configs")):
+        parts = registering(monkeypatch, *present)
+        for name, part in parts.items():
+            assert part.known.get("BeamForCausalLM", "its own") == "its own"
+            assert part.known.get("beam") == ("its own" if name in present[1:] else None)
+        assert not parts["auto"].known
+    # What a build has of it is kept, the rest is added.
+    parts = registering(monkeypatch, "reasoning")
+    assert parts["reasoning"].known["beam"] == "its own"
+    assert parts["tools"].known["beam"].endswith("BeamToolParser")
+
+
+def test_a_vllm_that_it_does_not_fit_goes_on_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for lacks in ("vllm.parser", "vllm.reasoning", "_compose_parser"):
+        if lacks == "_compose_parser":
+            monkeypatch.delattr(Manager, lacks)
+        parts = registering(monkeypatch, without=lacks)
+        assert "BeamForCausalLM" not in parts["models"].known
+        assert "does not fit this one" in caplog.text
+        caplog.clear()
+
+
+def test_names_of_parsers_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    registering(monkeypatch)
+    settings = {"enable_auto_tools": True, "tool_strict_level": "auto"}
+    names = {"reasoning_parser_name": "qwen3", "tool_parser_name": None}
+    assert Manager._compose_parser(**settings, **names) == settings | names
+    with pytest.raises(TypeError, match="cannot be combined with qwen3; name beam for both"):
+        Manager._compose_parser(**settings, **names | {"tool_parser_name": "beam"})
 
 
 def test_the_configuration_is_ours() -> None:

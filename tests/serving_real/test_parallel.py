@@ -23,10 +23,8 @@ def test_two_ranks(serving_python: str, tmp_path: Path, beam: Any, text_ids: lis
     with RealServer(serving_python, FOLDER, tmp_path / "log.txt", arguments) as server:
         answer = complete(server.url, ids, max_tokens=30, ignore_eos=True, prompt_logprobs=0)
     choice = answer["choices"][0]
-    got = torch.tensor(
-        [row[str(i)]["logprob"] for row, i in zip(choice["prompt_logprobs"][1:], ids[1:])],
-        dtype=torch.float64,
-    )
+    rows = zip(choice["prompt_logprobs"][1:], ids[1:], strict=True)
+    got = torch.tensor([row[str(i)]["logprob"] for row, i in rows], dtype=torch.float64)
     assert float((got - wanted).abs().max()) < CLOSE
     assert choice["token_ids"] == new
     assert server.members() == []

@@ -128,6 +128,7 @@ def test_what_the_model_writes_itself(beam_server: RealServer, beam: Any) -> Non
         assert streamed(beam_server, body) == (reasoning, content, calls)
 
 
+NAMED = {"type": "function", "function": {"name": "mark"}}
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["function", "class"]}, "done": {"type": "boolean"}},
@@ -148,9 +149,11 @@ def test_structured_output(beam_server: RealServer, beam: Any, stream_it: bool) 
 
 
 @pytest.mark.parametrize("stream_it", [False, True])
-def test_a_tool_that_must_be_called(beam_server: RealServer, beam: Any, stream_it: bool) -> None:
+@pytest.mark.parametrize("choice", [NAMED, "required"])
+def test_a_tool_that_must_be_called(
+    beam_server: RealServer, beam: Any, choice: Any, stream_it: bool
+) -> None:
     tool = {"type": "function", "function": {"name": "mark", "parameters": SCHEMA}}
-    choice = {"type": "function", "function": {"name": "mark"}}
     body = asked(beam, None, False, False, tools=[tool], tool_choice=choice)
     _, content, calls = (streamed if stream_it else whole)(beam_server, body)
     assert not content

@@ -66,12 +66,13 @@ def concurrency_sweep(
     Raises:
         DraftError: a measured point lacks its concurrency or ratio.
     """
-    kept = measured if isinstance(measured, MeasuredAdaptive) else None
-    points = [_point(one) for one in (kept.runs if kept is not None else measured or ())]
+    where, runs = "measured", measured
+    if isinstance(runs, MeasuredAdaptive):
+        where, runs = runs.how, runs.runs
+    points = [_point(one) for one in runs or ()]
     at = sorted(rows, key=lambda row: row.concurrency)
     labels = "; ".join(dict.fromkeys(row.label for row in at))
     made = [source or f"lines modelled; {labels}"] if at else []
-    where = "measured" if kept is None else kept.how
     made += [f"marks: {_labels(points)}, {where}"] if points else []
     made += ["star: published, another machine, model and drafter"] if published else []
     inner = HEADING + 2 * _PANEL + _GAP

@@ -7,6 +7,7 @@ is served on a laptop. What a build has already is left alone (docs/serving.md).
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 MODEL_TYPE = "beam"
@@ -15,20 +16,35 @@ PARSER = "beam"
 
 
 def register() -> None:
-    """Register with the vLLM of this process what it lacks of Beam; again does nothing.
+    """Register Beam with the vLLM of this process, unless it has one; again does nothing.
 
-    vLLM calls it in every process it starts.
+    vLLM calls it in every process it starts, whatever model is served: a vLLM that this does not
+    fit goes on without it, with a line in its log.
     """
-    from transformers import AutoConfig
     from vllm import ModelRegistry
+
+    if ARCHITECTURE in ModelRegistry.get_supported_archs():
+        return
+    try:
+        _register_parts()
+    except (ImportError, AttributeError) as error:
+        logging.getLogger("vllm.beam_workbench").warning(
+            "Beam is not available: the workbench's plugin was written for vLLM 0.32.0 and does "
+            "not fit this one (%s).",
+            error,
+        )
+    else:
+        ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:{ARCHITECTURE}")
+
+
+def _register_parts() -> None:
+    """The configuration and the parsers."""
+    from transformers import AutoConfig
     from vllm.parser import ParserManager
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    here = __name__
-    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(ARCHITECTURE, f"{here}.model:{ARCHITECTURE}")
     # The engine's process makes the configuration before it loads plugins, from what the front end
     # sends it: there the class is found by the name of its module, so it must lie in one.
     if MODEL_TYPE not in _CONFIG_REGISTRY:
@@ -41,8 +57,8 @@ def register() -> None:
         (ToolParserManager, "BeamToolParser"),
     ):
         if PARSER not in manager.list_registered():
-            manager.register_lazy_module(PARSER, f"{here}.parser", name)
             _compose_by(ParserManager)
+            manager.register_lazy_module(PARSER, f"{__name__}.parser", name)
 
 
 def _compose_by(manager: Any) -> None:
