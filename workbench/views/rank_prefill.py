@@ -18,6 +18,7 @@ from workbench.views.rank_sources import source
 from workbench.views.view import View
 
 # part -> colour, pattern, the kernels that belong to it
+_IDLE = "in no kernel"  # what the whole took beyond the sum of its kernels
 _PARTS: dict[str, tuple[str, str, str]] = {
     "attention": (theme.FULL, "", r"prefill_kernel|^_prefill$|^_merge"),
     "experts: gate and up": (theme.SPARSE, "", r"gate_up"),
@@ -26,6 +27,7 @@ _PARTS: dict[str, tuple[str, str, str]] = {
     "projections": (theme.SLIDING, "", r"nvjet|gemm|cutlass|cublas"),
     "router and sort": (theme.HEAT, "", r"logits|top_k|_count|_plan|_place|_sort"),
     "norms and the rest": (theme.NEUTRAL, "", r""),
+    _IDLE: (theme.NEUTRAL, "x", r"(?!)"),
 }
 _FORMS = {
     "ours": "this workbench",
@@ -221,7 +223,7 @@ def _timed(document: Mapping[str, Any]) -> list[tuple[int, str, Mapping[str, Any
 
 
 def _split(kernels: Any, whole: float, where: str) -> tuple[dict[str, float], bool]:
-    """Milliseconds by part that add up to at most the whole, and whether they are kernels' own."""
+    """Milliseconds by part that add up to the whole, and whether they are kernels' own."""
     if not isinstance(kernels, list) or not all(isinstance(row, Mapping) for row in kernels):
         raise WorkbenchError(f"kernels of {where} in this document should be a list of objects")
     own = all("own_microseconds" in row for row in kernels)
@@ -235,7 +237,10 @@ def _split(kernels: Any, whole: float, where: str) -> tuple[dict[str, float], bo
     total = sum(parts.values())
     # One run is profiled, the time is the median of others: within the bar, as shares of it.
     shrink = min(1.0, whole / total) if total else 1.0
-    return {part: spent * shrink for part, spent in parts.items() if spent}, own
+    parts = {part: spent * shrink for part, spent in parts.items()}
+    # A bar ends where its number says, whatever of it no kernel accounts for.
+    parts[_IDLE] = max(0.0, whole - sum(parts.values())) if whole > 1.001 * total else 0.0
+    return {part: spent for part, spent in parts.items() if spent}, own
 
 
 def _part(kernel: str) -> str:
