@@ -2,16 +2,24 @@
 
     PYTHONPATH=. python3 benchmarks/serving_probe.py --out probe.json --recording probe.jsonl
         [--site FOLDER ...] [--prompts 48] [--new-tokens 96] [--seconds 520] [--parts fixed,...]
+        [--together 16] [--rounds 2] [--cost-seconds 150] [--depth 52] [--accepted 0]
 
 Needs a GPU, and vLLM 0.33 (``--site``: folders to import it from, if it is not installed). Each
-part is a process of its own with a time limit of 300 s and a log beside ``--out``; one that fails
-or hangs is a result, with the end of its log, and the others go on.
+part is a process of its own with a time limit (``LIMIT``) and a log beside ``--out``; one that
+fails or hangs is a result, with the end of its log, and the others go on.
 
-``fixed``: DFlash2, every draft verified. ``adaptive``: the same with adaptive verification; rounds
-with the probe off and on take turns. ``ours``: the workbench's own decoder. All decode the same
-held-out prompts in bfloat16, greedily. Kept of the engine: acceptance length by its own counters
-and by the probe's recording of the same steps, tokens, passes a second. The recording is cut at a
-whole line below 2 MB.
+``fixed``: DFlash2, every draft verified. ``adaptive``: the same with adaptive verification; the
+prompts' recording, rounds with the probe off and on in turn, and then what the probe costs: 16
+requests (``--together``) decode all the time, in short blocks with it and without it
+(``serving_probe_cost.py``), for ``--cost-seconds``. ``ours``: the workbench's own decoder. All
+decode the same held-out prompts in bfloat16, greedily. Kept of the engine: acceptance length by its
+own counters and by the probe's recording of the same steps, tokens, passes a second. The recording
+is cut at a whole line below 2 MB.
+
+``rank``, only where it is asked for: what the probe costs an engine that the GPU bounds, one rank
+of eight of Beam-501B and of its drafter with random weights (``serving_probe_rank.py``; an H200 for
+all 52 layers, ``--depth`` for fewer). Its drafts are never accepted, so few are verified and passes
+are short; ``--accepted LENGTH`` has the engine accept that many by lot.
 
 Passes are counted by a wrapper around the runner's ``execute_model`` that is there in all rounds.
 """
@@ -28,21 +36,35 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
+
+import serving_probe_cost as cost
+import serving_probe_rank as rank_of
 
 from workbench.files import read_json, write_whole
 
 HERE = Path(__file__).resolve().parents[1]
 ZOO = HERE / "workbench" / "model" / "zoo" / "beam-tiny"
 HELD_OUT = HERE / "tests" / "data" / "heldout_code.json"
-PARTS = ("fixed", "adaptive", "ours")
-LIMIT = 300.0  # seconds a part
-LEAST = {"fixed": 0.0, "adaptive": 150.0, "ours": 60.0}  # kept for it by those before
+USUAL = ("fixed", "adaptive", "ours")
+PARTS = (*USUAL, "rank")
+LIMIT = {"fixed": 300.0, "adaptive": 500.0, "ours": 300.0, "rank": 400.0}  # seconds a part
+LEAST = {"fixed": 0.0, "adaptive": 150.0, "ours": 60.0, "rank": 300.0}  # kept by those before
 DRAFTS = 7
-TOGETHER = 16  # requests decoded at once
+CONTEXT = 2048  # tokens of a request at most, as the model's
+RANK_CONTEXT = 4096
+RANK_KV_BYTES = 4 << 30
+WAITING = 4  # requests behind those that are decoded, so that one that ends is replaced at once
+WARM = 400  # passes before the first that counts
+RESERVE = 45.0  # seconds at the end for all that is not counted
 MOST_BYTES = 2_000_000
+READ_BYTES = 12_000_000
 BEGAN = time.monotonic()
 
 
@@ -57,7 +79,23 @@ def say(text: str) -> None:
 class Engine:
     """vLLM in this process, with a count of its passes."""
 
-    def __init__(self, given: argparse.Namespace, *, adaptive: bool) -> None:
+    def __init__(
+        self,
+        given: argparse.Namespace,
+        *,
+        adaptive: bool,
+        models: tuple[Path, Path] = (ZOO, ZOO / "dflash2"),
+        speculative: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Start it.
+
+        Args:
+            given: the command line.
+            adaptive: whether it trims drafts.
+            models: folders of the model and of its drafter.
+            speculative, settings: what else, or other, than usual.
+        """
         fixed = {
             "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0", "VLLM_HOST_IP": "127.0.0.1",
@@ -73,36 +111,56 @@ class Engine:
         os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *inherited])
         os.environ["BEAM_PROBE"] = str(given.recording)
         import vllm
+        from vllm.sampling_params import RequestOutputKind
 
         from workbench.serving import probe
 
         probe.register()  # as vLLM does where the plugin is installed
         say(f"vLLM {vllm.__version__} imported")
-        speculative = {"method": "dflash", "model": str(ZOO / "dflash2"),
-                       "num_speculative_tokens": DRAFTS}  # fmt: skip
-        if adaptive:
-            speculative["enable_adaptive_verification"] = True
-        self.version = str(vllm.__version__)
-        self.llm = vllm.LLM(
-            model=str(ZOO), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024,
-            max_num_batched_tokens=4096, max_num_seqs=TOGETHER, gpu_memory_utilization=0.5, seed=0,
-            enable_prefix_caching=False, disable_log_stats=False, speculative_config=speculative,
-            compilation_config={
-                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
+        model, drafter = models
+        how: dict[str, Any] = {
+            "model": str(model), "skip_tokenizer_init": True, "dtype": "bfloat16",
+            "max_model_len": CONTEXT, "max_num_batched_tokens": 4096,
+            "max_num_seqs": given.together, "gpu_memory_utilization": 0.5, "seed": 0,
+            "enable_prefix_caching": False, "disable_log_stats": False,
+            "speculative_config": {
+                "method": "dflash", "model": str(drafter), "num_speculative_tokens": DRAFTS,
+                **({"enable_adaptive_verification": True} if adaptive else {}),
+                **(speculative or {}),
             },
-        )  # fmt: skip
+            "compilation_config": {
+                "cudagraph_capture_sizes": [
+                    n for n in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+                    if n <= max(128, given.together * (1 + DRAFTS))
+                ]
+            },
+        } | settings  # fmt: skip
+        self.version, self._context = str(vllm.__version__), how["max_model_len"]
+        self.llm = vllm.LLM(**how)
         self._sampling = vllm.SamplingParams(
             temperature=0.0, max_tokens=given.new_tokens, stop_token_ids=[given.eos],
             detokenize=False,
+        )  # fmt: skip
+        self._endless = partial(
+            vllm.SamplingParams, temperature=0.0, ignore_eos=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         self.engine = self.llm.llm_engine
         worker = self.engine.model_executor.driver_worker
         self.runner: Any = getattr(worker, "worker", worker).model_runner
         self.passes = self._number = 0
-        runner, kind = self.runner, type(self.runner)
+        self.starts: list[float] = []
+        self.clean: list[bool] = []
+        self._fresh: Iterator[list[int]] = iter(())
+        runner, kind, together = self.runner, type(self.runner), given.together
 
         def counted(work: Any, *args: Any, **named: Any) -> Any:
-            self.passes += work.total_num_scheduled_tokens > 0
+            if work.total_num_scheduled_tokens > 0:
+                self.passes += 1
+                self.clean.append(
+                    not work.scheduled_new_reqs and len(work.num_scheduled_tokens) == together
+                )
+                self.starts.append(time.perf_counter())
             return kind.execute_model(runner, work, *args, **named)
 
         runner.execute_model = counted
@@ -140,6 +198,26 @@ class Engine:
             "counters": counted, "acceptance_length": length(counted), "token_ids": tokens,
         }  # fmt: skip
 
+    def fill(self, prompts: list[list[int]], together: int) -> None:
+        """Requests for a batch that stays full; those of the first do not end at the same time."""
+        self._fresh = cycle(prompts)
+        for i in range(together + WAITING):
+            self._add((i + 1) / together if i < together else 1.0)
+
+    def _add(self, share: float = 1.0) -> None:
+        ids = next(self._fresh)
+        self._number += 1
+        most = max(16, int(share * (self._context - len(ids) - 2 * (1 + DRAFTS))))
+        self.engine.add_request(
+            f"r{self._number}", {"prompt_token_ids": ids}, self._endless(max_tokens=most)
+        )
+
+    def advance(self) -> None:
+        """One step; a request that ended is replaced."""
+        for output in self.engine.step():
+            if output.finished:
+                self._add()
+
     def counters(self) -> dict[str, float]:
         """The engine's own: drafts, draft tokens, accepted tokens."""
         wanted = {
@@ -163,6 +241,12 @@ def probed(given: argparse.Namespace) -> dict[str, Any]:
     """What the recording says, once it is closed."""
     from workbench.serving.probe_read import read_probe
 
+    whole = given.recording.stat().st_size
+    lines = given.recording.read_bytes().count(b'"index":')
+    if whole > READ_BYTES:  # what costs were measured on; its beginning is all that is looked at
+        cut = given.recording.with_suffix(".cut")
+        keep(given.recording, cut, READ_BYTES)
+        given.recording = cut
     run = read_probe(given.recording)
     figures = run.trace.acceptance()
     decoded = [s for s in run.trace.steps if s.phase == "decode"]
@@ -170,6 +254,7 @@ def probed(given: argparse.Namespace) -> dict[str, Any]:
     return {
         "steps": len(run.trace.steps), "dropped": run.dropped, "inconsistent": run.inconsistent,
         "skipped": run.trace.skipped, "ended": run.ended, "bytes": given.recording.stat().st_size,
+        "bytes_in_all": whole, "steps_in_all": lines,
         "events": figures.events, "accepted": figures.accepted, "admitted": figures.admitted,
         "drafted": figures.drafted, "trimmed": trimmed, "acceptance_length": figures.length_pooled,
         "fits": len(run.coefficients), "decided": sum(bool(s.policy) for s in decoded),
@@ -197,7 +282,7 @@ def fixed(given: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]
     engine = Engine(given, adaptive=False)
     assert engine.probe is not None, "the probe was not made"
     engine.probe.pause()
-    engine.decode(prompts[:TOGETHER])
+    engine.decode(prompts[: given.together])
     plain = engine.decode(prompts)
     engine.probe.resume()
     seen = engine.decode(prompts)
@@ -209,7 +294,7 @@ def fixed(given: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]
 
 
 def adaptive(given: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
-    """Adaptive verification: the recording, then rounds without and with the probe in turn."""
+    """Adaptive verification: the recording, rounds without and with the probe in turn, its cost."""
     engine = Engine(given, adaptive=True)
     assert engine.probe is not None, "the probe was not made"
     first = engine.decode(prompts)  # recorded from the estimator's very first step on
@@ -219,7 +304,7 @@ def adaptive(given: argparse.Namespace, prompts: list[list[int]]) -> dict[str, A
     same, tokens = True, None
     for turn in range(given.rounds):
         for name in ("off", "on") if turn % 2 == 0 else ("on", "off"):
-            if time.monotonic() - BEGAN > given.limit - 40:
+            if time.monotonic() - BEGAN > given.limit - given.cost_seconds - RESERVE:
                 break
             (engine.probe.resume if name == "on" else engine.probe.pause)()
             row = engine.decode(prompts)
@@ -230,16 +315,133 @@ def adaptive(given: argparse.Namespace, prompts: list[list[int]]) -> dict[str, A
     rates = {
         name: median(row["passes_per_second"] for row in rows) for name, rows in rounds.items()
     }
+    passes = engine.probe.passes
+    priced = None
+    if given.cost_seconds > 0:
+        try:
+            priced = costs_of(engine, given, prompts)
+        except Exception as error:  # what was measured before it is kept
+            traceback.print_exc()
+            priced = {"failed": f"{type(error).__name__}: {error}"}
     state_at_end = engine.state()
-    passes, dropped = engine.probe.passes, engine.probe.dropped
+    dropped = engine.probe.dropped
     engine.probe.close()
     return {
         "version": engine.version, "probe": state, "probe_at_end": state_at_end, "first": first,
         "rounds": rounds, "passes_per_second": rates,
         "cost_share": 1 - rates["on"] / rates["off"] if rates["on"] and rates["off"] else None,
-        "same_tokens": same, "probe_passes": passes, "probe_dropped": dropped,
+        "same_tokens": same, "probe_passes": passes, "probe_dropped": dropped, "cost": priced,
         "recording": probed(given),
     }  # fmt: skip
+
+
+def rank(given: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
+    """What the probe costs where the GPU is what a pass waits for."""
+    model = rank_of.target(given.depth)
+    found: dict[str, Any] = {
+        "model": f"one rank of {rank_of.RANKS} of {rank_of.WHOLE}, random weights",
+        "layers": model.num_hidden_layers, "accepted_by_lot": given.accepted or None,
+    }  # fmt: skip
+
+    def keep_so_far() -> None:  # whatever becomes of the rest
+        write_whole(given.out, json.dumps(found).encode())
+
+    shapes = rank_of.folders(given.out.with_suffix(""), given.depth)
+    engine = Engine(
+        given, adaptive=True, models=shapes,
+        speculative={
+            "rejection_sample_method": "synthetic", "synthetic_acceptance_length": given.accepted
+        } if given.accepted else None,
+        load_format="dummy", max_model_len=RANK_CONTEXT, max_num_batched_tokens=2048,
+        gpu_memory_utilization=0.95, kv_cache_memory_bytes=RANK_KV_BYTES,
+        compilation_config={"cudagraph_capture_sizes": [
+            n for n in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+            if n <= max(16, given.together * (1 + DRAFTS))
+        ]},
+    )  # fmt: skip
+    assert engine.probe is not None, "the probe was not made"
+    found |= {"version": engine.version, "up_s": time.monotonic() - BEGAN, "probe": engine.state()}
+    found["weights_gib"] = rank_of.rescale((engine.runner.model, engine.runner.speculator.model))
+    say(f"{found['weights_gib']:.1f} GiB of weights are a model's")
+    keep_so_far()
+    found["cost"] = costs_of(engine, given, prompts)
+    found["counters"] = engine.counters()
+    found |= {"probe_at_end": engine.state(), "probe_dropped": engine.probe.dropped}
+    keep_so_far()
+    engine.probe.close()
+    found["recording"] = probed(given)
+    of_steps, passes = found["recording"]["median_step_ms"], found["cost"]["median"]["pass_ms"]
+    found["recorded_share"] = of_steps / passes["on"] if of_steps else None
+    say(f"pass_ms {passes}; recorded {of_steps} ms of it")
+    keep_so_far()
+    found["gpu"] = gpu_of(engine, passes["off"])
+    return found
+
+
+def gpu_of(engine: Engine, pass_ms: float) -> dict[str, Any]:
+    """How busy the GPU is; last of all, since the profiler slows what comes behind it."""
+    try:
+        gpu_ms = cost.gpu_ms(engine)
+    except Exception as error:  # the cost is what counts
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}"}
+    say(f"the GPU works {gpu_ms:.3f} ms of a pass of {pass_ms:.3f} ms")
+    return {"busy_ms": gpu_ms, "pass_ms": pass_ms, "busy_share": gpu_ms / pass_ms}
+
+
+def costs_of(engine: Engine, given: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
+    """What the probe costs a batch that stays full, and where it goes."""
+    probe = engine.probe
+    assert probe is not None, "the probe was not made"
+    probe.pause()
+    engine.fill(prompts, given.together)
+    began = time.monotonic()
+    end = min(began + given.cost_seconds, BEGAN + given.limit - RESERVE)
+    while len(engine.starts) < WARM or time.monotonic() < began + 5:
+        engine.advance()
+    say("warm")
+    used: dict[str, float] = {"passes": 0, "thread": 0.0, "writer": 0.0}
+
+    def switch(on: bool) -> None:
+        if probe.on:  # the block that ends was one with it
+            used["passes"] += probe.passes - state[0]
+            used["thread"] += cost.thread_seconds(probe) - state[1]
+        state[:] = probe.passes, cost.thread_seconds(probe)
+        (probe.resume if on else probe.pause)()
+
+    state = [0.0, 0.0]
+    writer, first = cost.writer_seconds(probe), probe.passes
+    sets, lost = cost.measure(engine, switch, end - 10)
+    switch(False)
+    found: dict[str, Any] = {
+        "together": given.together, "seconds": time.monotonic() - began, "lost_sets": lost,
+        "settle": cost.SETTLE, "passes": cost.PASSES, **cost.summary(sets),
+    }  # fmt: skip
+    say(f"{len(sets)} sets; by means {found['mean']['cost_share']}")
+    found["host"] = cost.host(engine)
+    say(f"the engine's thread: {found['host']}")
+    found["feed_thread_us"] = 1e6 * used["thread"] / max(1, used["passes"])
+    after = cost.writer_seconds(probe)
+    if writer is not None and after is not None:
+        found["writer_us"] = 1e6 * (after - writer) / max(1, probe.passes - first)
+    found["blocks_ms"] = [
+        {name: [[round(1e3 * b.mean, 5), round(1e3 * b.median, 5), b.kept] for b in blocks]
+         for name, blocks in each.items()} for each in sets
+    ]  # fmt: skip
+    from workbench.serving.probe import fit
+
+    classes = tuple(fit.class_of(of) for of in (fit.GPU_RUNNER, fit.MANAGER, fit.ESTIMATOR))
+    for name, work in (
+        ("hooks", lambda: cost.hooks(engine, probe, classes)),
+        ("calls_us", lambda: cost.calls(probe)),
+        ("device_us", lambda: cost.device(probe)),
+    ):
+        try:
+            found[name] = work()
+        except Exception as error:  # the blocks are what counts
+            found[name] = {"failed": f"{type(error).__name__}: {error}"}
+        say(f"{name}: {found[name]}")
+    return found
 
 
 def ours(given: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
@@ -253,7 +455,7 @@ def ours(given: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
     tally = workbench.Tally()
     run = workbench.decode(
         beam, drafter, prompts, max_new_tokens=given.new_tokens, speculative_tokens=DRAFTS,
-        slots=TOGETHER,
+        slots=given.together,
     )  # fmt: skip
     for step in run:
         tally.add(step)
@@ -271,12 +473,11 @@ def child(given: argparse.Namespace) -> None:
     code = 1
     try:
         prompts = read_json(given.ids)
-        result = {"fixed": fixed, "adaptive": adaptive, "ours": ours}[given.part](given, prompts)
+        work = {"fixed": fixed, "adaptive": adaptive, "ours": ours, "rank": rank}[given.part]
+        result = work(given, prompts)
         write_whole(given.out, json.dumps(result).encode())
         code = 0
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -290,7 +491,7 @@ def run_part(part: str, given: argparse.Namespace, ids: Path, eos: int) -> dict[
     """A part's result, or how it failed."""
     left = given.seconds - (time.monotonic() - BEGAN)
     after = given.asked[given.asked.index(part) + 1 :]
-    limit = min(LIMIT, left - sum(LEAST[name] for name in after))
+    limit = min(LIMIT[part], left - sum(LEAST[name] for name in after))
     if limit < 20:
         return {"failed": "there was no time left for it"}
     log = given.out.with_suffix(f".{part}.log")
@@ -300,6 +501,8 @@ def run_part(part: str, given: argparse.Namespace, ids: Path, eos: int) -> dict[
         sys.executable, str(Path(__file__).resolve()), "--part", part, "--ids", str(ids),
         "--out", str(result), "--recording", str(recording), "--limit", str(limit),
         "--new-tokens", str(given.new_tokens), "--rounds", str(given.rounds), "--eos", str(eos),
+        "--together", str(given.together), "--cost-seconds", str(given.cost_seconds),
+        "--depth", str(given.depth), "--accepted", str(given.accepted),
         *(word for each in given.site for word in ("--site", str(each))),
     ]  # fmt: skip
     say(f"{part}: {limit:.0f} s at most")
@@ -317,21 +520,41 @@ def run_part(part: str, given: argparse.Namespace, ids: Path, eos: int) -> dict[
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     seconds = time.monotonic() - began
-    if recording.exists() and part == "adaptive":
+    kept = {}
+    if recording.exists() and part in ("adaptive", "rank"):
         keep(recording, given.recording)
+        kept = {"kept": kept_of(given.recording)}
     if code == 0 and result.exists():
-        return read_json(result) | {"part_seconds": seconds}
+        return read_json(result) | {"part_seconds": seconds} | kept
     tail = log.read_bytes()[-6000:].decode("utf-8", "replace").splitlines()[-60:]
     why = f"ended with {code}" if code is not None else f"did not end within {limit:.0f} s"
-    return {"failed": why, "part_seconds": seconds, "log_tail": tail}
+    so_far = read_json(result) if result.exists() else {}
+    return so_far | {"failed": why, "part_seconds": seconds, "log_tail": tail} | kept
 
 
-def keep(source: Path, target: Path) -> None:
+def kept_of(path: Path) -> dict[str, Any]:
+    """What the recording that is kept holds."""
+    from workbench.errors import WorkbenchError
+    from workbench.serving.probe_read import read_probe
+
+    try:
+        run = read_probe(path)
+    except WorkbenchError as error:
+        return {"failed": str(error)}
+    return {
+        "steps": len(run.trace.steps), "decided": sum(bool(s.policy) for s in run.trace.steps),
+        "explained": sum(bool(s.objective) for s in run.trace.steps),
+        "tables": run.tables is not None, "inconsistent": run.inconsistent,
+        "dropped": run.dropped, "bytes": path.stat().st_size,
+    }  # fmt: skip
+
+
+def keep(source: Path, target: Path, most: int = MOST_BYTES) -> None:
     """Whole lines of a recording, below 2 MB, with an end that says so."""
     kept, size = [], 0
     with source.open("rb") as file:
         for line in file:
-            if size + len(line) > MOST_BYTES or not line.endswith(b"\n"):
+            if size + len(line) > most or not line.endswith(b"\n"):
                 why = {"kind": "engine", "what": "end", "reason": "cut here, to be kept"}
                 kept.append(json.dumps(why).encode() + b"\n")
                 break
@@ -342,7 +565,7 @@ def keep(source: Path, target: Path) -> None:
 
 def compared(document: dict[str, Any]) -> dict[str, Any]:
     """The figures that the parts were made for, None where one is missing."""
-    fixed_part, adaptive_part, ours_part = (document["parts"].get(name, {}) for name in PARTS)
+    fixed_part, adaptive_part, ours_part = (document["parts"].get(name, {}) for name in USUAL)
     engine = fixed_part.get("plain", {}).get("acceptance_length")
     own = ours_part.get("acceptance_length")
     counted = fixed_part.get("with_probe", {}).get("counters", {})
@@ -355,8 +578,16 @@ def compared(document: dict[str, Any]) -> dict[str, Any]:
         "counter_accepted": counted.get("accepted_tokens"),
         "probe_events": fixed_part.get("recording", {}).get("events"),
         "counter_drafts": counted.get("drafts"),
-        "probe_cost_share": adaptive_part.get("cost_share"),
+        "probe_cost_share": adaptive_part.get("cost_share"),  # of the rounds, which are few
+        "probe_cost": shares(adaptive_part),
+        "rank_probe_cost": shares(document["parts"].get("rank", {})),
     }
+
+
+def shares(part: dict[str, Any]) -> dict[str, Any]:
+    """What the probe costs, by blocks' means and by their medians."""
+    priced = part.get("cost") or {}
+    return {of: priced.get(of, {}).get("cost_share") for of in ("mean", "median")}
 
 
 def main() -> int:
@@ -367,13 +598,19 @@ def main() -> int:
     parser.add_argument("--recording", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--together", type=int, default=16, help="requests decoded at once")
+    parser.add_argument("--cost-seconds", type=float, default=150.0, help="0: not measured")
     parser.add_argument("--seconds", type=float, default=520.0)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(USUAL))
+    parser.add_argument("--depth", type=int, default=52, help="layers of the rank")
+    parser.add_argument(
+        "--accepted", type=float, default=0.0, help="acceptance length of the rank, by lot; 0: none"
+    )
     # Of a part's process.
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--ids", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--limit", type=float, default=LIMIT, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=300.0, help=argparse.SUPPRESS)
     parser.add_argument("--eos", type=int, default=1, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.part:
@@ -386,8 +623,9 @@ def main() -> int:
     tokenizer = Tokenizer.from_folder(ZOO)
     texts = read_json(HELD_OUT)["prompts"][: given.prompts]
     document: dict[str, Any] = {
-        "schema": "workbench-serving-probe/1", "model": "beam-tiny", "drafter": "dflash2",
-        "drafts": DRAFTS, "together": TOGETHER, "prompts": len(texts),
+        "schema": "workbench-serving-probe/1", "drafter": "dflash2",
+        "model": "beam-tiny" if set(given.asked) & set(USUAL) else "said by the part",
+        "drafts": DRAFTS, "together": given.together, "prompts": len(texts),
         "new_tokens": given.new_tokens, "dtype": "bfloat16", "sampling": "greedy",
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "parts": {},
     }  # fmt: skip

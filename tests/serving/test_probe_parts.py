@@ -163,7 +163,7 @@ class LateEvent:
         self.at: float | None = None
         self.past = False
 
-    def record(self) -> None:
+    def record(self, stream: None) -> None:
         self.at, self.past = time.perf_counter() * 1e3, False
 
     def query(self) -> bool:
@@ -349,10 +349,11 @@ class Sink:
 
     def say(self, words: Callable[[], bytes]) -> None: ...
 
-    def put(self, item: Any) -> None:
-        if self.keep:
-            self.taken.append(item.data())
-        item.release()
+    def put(self, items: list[Any]) -> None:
+        for item in items:
+            if self.keep:
+                self.taken.append(item.data())
+            item.release()
 
     def close(self, *_: object) -> None: ...
 
@@ -388,7 +389,8 @@ def test_hooks_of_a_large_pass_take_little(stand_in: None, monkeypatch: pytest.M
     assert each[20] < LIMIT, each
     sink.keep = True  # and what is handed on is whole
     one_pass()
-    ((values, arrays),) = Frames().feed(sink.taken[0])
+    made._hand_on()
+    ((values, arrays),) = Frames().feed(sink.taken[-1])
     assert len(values["names"]) == 128
     assert arrays["live"] == manager._confidence_probs.flatten().tolist()
     assert arrays["admitted"] == [2] * 128

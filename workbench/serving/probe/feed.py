@@ -6,9 +6,8 @@ here hands bytes to a pipe, which takes tens of microseconds, and a child proces
 the standard library does the rest (``child.py``). The child ends with its pipe; it cannot outlive
 the engine.
 
-The thread looks 50 times a second what has come. Were it woken for each pass, it would take the
-interpreter's lock in the middle of the engine's next one, at each of the many calls that let go of
-it, and every such turn costs both.
+Passes come several at a time, the thread is woken once for them, and their bytes are written as
+one: every turn of the interpreter's lock costs both threads.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Protocol
 
 import workbench
@@ -30,8 +31,7 @@ _CODE = (
     "from workbench.serving.probe.child import main; sys.exit(main(sys.argv[2]))"
 )
 PATIENCE = 2.0  # seconds that an end may take
-PERIOD = 0.02  # seconds between two looks
-MANY = 32  # items that are not left to wait for the next look
+MANY = 16  # items that are written as one
 
 Words = Callable[[], bytes]  # a frame that must not be dropped, made in the feed's thread
 
@@ -63,9 +63,10 @@ class Feed:
         self._words: deque[Words] = deque()
         self._last: Words | None = None
         self._queue: deque[Item] = deque()
-        self._wake = threading.Event()
-        self._idle = True
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._rung = False
         self.wakes = 0  # how often somebody woke the thread
+        self.thread_seconds = 0.0  # processor time that the thread has taken
         self._closing = False
         # -I -S: the standard library and us, whatever the engine's environment has.
         self.child = subprocess.Popen(
@@ -85,13 +86,13 @@ class Feed:
         """Send this before the next item."""
         self._words.append(words)
 
-    def put(self, item: Item) -> None:
-        """Send this; never waits, and seldom wakes the thread."""
-        self._queue.append(item)
-        if self._idle or len(self._queue) == MANY:
-            self._idle = False
+    def put(self, items: Iterable[Item]) -> None:
+        """Send these; wakes the thread, and never waits."""
+        self._queue.extend(items)
+        if not self._rung:
+            self._rung = True
             self.wakes += 1
-            self._wake.set()
+            self._bell.put(None)
 
     def drop_oldest(self) -> Item | None:
         """Let go of the oldest that is not yet being sent; None if there is none."""
@@ -108,8 +109,8 @@ class Feed:
         Waits so many seconds for the feed's thread and as many for the writer, at most.
         """
         if not self._closing:
-            self._closing, self._last = True, last
-            self._wake.set()
+            self._last, self._closing = last, True
+            self._bell.put(None)
         if wait and threading.current_thread() is not self._thread:
             self._thread.join(wait)
             with suppress(subprocess.TimeoutExpired):
@@ -118,17 +119,12 @@ class Feed:
     def _run(self) -> None:
         try:
             while not self._closing:
-                if not self._queue:  # nothing came since the last look: the next one wakes us
-                    self._idle = True
-                    if not self._queue:
-                        self._wake.wait()
-                    self._idle = False
-                self._wake.clear()
-                if not self._closing:
-                    self._wake.wait(PERIOD)
+                self._bell.get()
+                self._rung = False  # before the look: what comes behind it rings again
                 self._send_all()
+                self.thread_seconds = time.thread_time()
             self._send_all()
-            self._send_words()
+            self._send(b"".join(self._said()))
             if self._last is not None:
                 self._send(self._last())
         except Exception as error:
@@ -143,21 +139,29 @@ class Feed:
             self.child.stderr.close()
 
     def _send_all(self) -> None:
-        while True:
+        while self._queue:
+            self._send(b"".join(self._some()))
+
+    def _some(self) -> list[bytes]:
+        """Some items, each behind what was said before it, and let go of."""
+        found: list[bytes] = []
+        for _ in range(MANY):
             try:
                 item = self._queue.popleft()
-            except IndexError:
-                return
+            except IndexError:  # sent or dropped, all of them
+                break
             try:
-                self._send_words()
-                data = item.data()
+                found += self._said()
+                found.append(item.data())
             finally:
                 item.release()
-            self._send(data)
+        return found
 
-    def _send_words(self) -> None:
+    def _said(self) -> list[bytes]:
+        found = []
         while self._words:
-            self._send(self._words.popleft()())
+            found.append(self._words.popleft()())
+        return found
 
     def _send(self, data: bytes) -> None:
         assert self.child.stdin is not None  # for the type checker

@@ -2,6 +2,9 @@
 
 A frame is two sizes (of all that follows, and of the JSON in it), the JSON, and the bytes of the
 arrays, which the JSON lists. It never leaves the machine, so numbers have its own byte order.
+
+Values that are other ones in each frame may lie in arrays too, ``counts`` and ``times``, so that
+the JSON stays the same: it then says whose they are (``fields``).
 """
 
 from __future__ import annotations
@@ -26,9 +29,18 @@ def pack(values: Mapping[str, Any], arrays: Arrays | None = None) -> bytes:
     """
     given = arrays or {}
     layout = [[name, kind, len(data)] for name, (kind, data) in given.items()]
-    text = json.dumps([values, layout], separators=(",", ":")).encode("ascii")
-    body = b"".join(data for _, data in given.values())
-    return _SIZES.pack(len(text) + len(body), len(text)) + text + body
+    return framed(dumped([values, layout]), *(data for _, data in given.values()))
+
+
+def dumped(values: Any) -> bytes:
+    """Their JSON."""
+    return json.dumps(values, separators=(",", ":")).encode("ascii")
+
+
+def framed(text: bytes, *data: bytes | memoryview) -> bytes:
+    """One frame of its JSON, ``[values, layout]``, and of the arrays in the layout's order."""
+    size = len(text) + sum(map(len, data))
+    return b"".join((_SIZES.pack(size, len(text)), text, *data))
 
 
 class Frames:
@@ -58,10 +70,17 @@ class Frames:
 
 def _unpack(frame: bytes, text: int) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     values, layout = json.loads(frame[:text])
-    arrays, at = {}, text
+    arrays: dict[str, list[Any]] = {}
+    at = text
     for name, kind, size in layout:
         if kind not in _KINDS or size % _KINDS[kind] or at + size > len(frame):
             raise ValueError(f"array {name!r:.40} of a frame has {size} bytes of kind {kind!r:.8}")
         arrays[name] = memoryview(frame[at : at + size]).cast(kind).tolist()
         at += size
+    for kind, names in values.pop("fields", {}).items():
+        numbers = iter(arrays.pop(kind))
+        for name, many in names:  # 0: a number, not a list
+            found = [next(numbers) for _ in range(many)] if many else next(numbers)
+            if name:
+                values[name] = found
     return values, arrays

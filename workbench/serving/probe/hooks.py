@@ -1,15 +1,16 @@
 """``Probe``: what is noted where in a pass of the engine (``passes.py`` says what belongs to it).
 
-    execute_model          begin; what has arrived on the host meanwhile is handed on
+    execute_model          begin
       get_num_tokens       budget, stale confidences
       reallocate_drafts    the admitted counts are in the manager's buffer
       (the forward)
     sample_tokens          copies begin; then the engine samples,
       estimator.step         the verdict is there; the estimator may have learned
-      (drafting)           and the pass is noted, to be handed on a pass or two later
+      (drafting)           and the pass is noted; those before it are handed on, now and then
 
 Everything runs in the thread that runs the engine, and nothing waits: tensors are copied behind
-the engine's own work and read once an event says so.
+the engine's own work and read once an event says so. Passes are handed on at the end of one: all
+of its work is on the device by then, and the engine is about to wait for some of it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from typing import Any
 from workbench.serving.probe import log
 from workbench.serving.probe.feed import PATIENCE, Feed, Words
 from workbench.serving.probe.frames import pack
-from workbench.serving.probe.passes import Batch, End, Pass, Verdict
+from workbench.serving.probe.passes import End, Pass, Texts
 from workbench.serving.probe.said import costs, curves_of, header
 from workbench.serving.probe.slots import Slot, make_slots
 from workbench.serving.probe.wrapping import Wrapped
 
 WARM_UP = ("_warmup_", "_v2_mixed_warmup")  # how the engine names its own requests
+PERIOD = 0.05  # seconds between two times that passes are handed on: each wakes a thread
 
 
 class Probe:
@@ -55,10 +57,14 @@ class Probe:
         self._feed: Feed | None = None
         self._free: deque[Slot] = deque()
         self._pending: deque[Pass] = deque()
+        self._many = 1  # passes that are not left to wait for the period's end
+        self._handed = 0.0  # when passes were last handed on, in seconds since the probe began
+        self._texts = Texts()  # of the feed's thread
         self._now: Pass | None = None
         self._clock = self._began = 0.0
         self._lock = threading.Lock()
         self._states: Any = None  # the engine's requests
+        self._stream: Any = None  # the one that the engine knows as its own
         self._costs: Words | None = None
         self._ends: tuple[End, ...] = ()  # of new requests, not yet said
         self._headed = False
@@ -80,7 +86,10 @@ class Probe:
         self.resume()
 
     def resume(self) -> None:
-        """Note passes, from the next one on; nothing after a failure."""
+        """Note passes, from the next one on; nothing after a failure.
+
+        What went by meanwhile is unknown: ends of requests that came, steps of the estimator.
+        """
         if not self.why_off:
             for each in self._wrapped:
                 each.put()
@@ -144,9 +153,10 @@ class Probe:
         scheduled = args[0] if args else named["scheduler_output"]
         if named.get("dummy_run") or (len(args) > 2 and args[2]):
             return
-        idle = not scheduled.total_num_scheduled_tokens
-        self._hand_on(keep=0 if idle else 1)
-        if idle or _warming(scheduled):
+        if not scheduled.total_num_scheduled_tokens:  # the last request has ended
+            self._hand_on()
+            return
+        if next(iter(scheduled.num_scheduled_tokens), "").startswith(WARM_UP):  # nobody asked
             return
         if not self._headed:
             self._head(runner)
@@ -154,16 +164,18 @@ class Probe:
                 return
         if runner.req_states is not self._states:
             raise RuntimeError("a second engine runs in this process; a recording has one")
-        new = scheduled.scheduled_new_reqs
-        self._ends += tuple(end for each in new if (end := _end_of(each)) is not None)
+        if new := scheduled.scheduled_new_reqs:
+            self._ends += tuple(end for each in new if (end := _end_of(each)) is not None)
         number, self.passes = self.passes, self.passes + 1
-        slot = self._slot()
+        slot = self._slot() if self._now is not None or not self._free else self._free.popleft()
         if slot is None:
             return
+        if self._stream is None:  # not before the engine has looked, and asked until then
+            self._stream = vars(runner).get("main_stream")
         at = perf_counter() - self._began
-        ends, self._ends = self._ends, ()
-        self._now = Pass(number=number, at=at, slot=slot, dropped=self.dropped, ends=ends)
-        slot.mark(0)
+        self._now = Pass(number, at, slot, self.dropped, self._ends)
+        self._ends = ()
+        slot.mark(0, self._stream)
 
     def _tick(self, *_: Any) -> None:
         self._clock = perf_counter()
@@ -188,13 +200,17 @@ class Probe:
         now, state = self._now, runner.execute_model_state
         if now is None or state is None:
             return
-        now.batch = Batch.of(state.input_batch)
+        batch = state.input_batch
+        now.rows, now.tokens = batch.idx_mapping_np, batch.num_tokens
+        now.drafted, now.scheduled = batch.num_draft_tokens_per_req, batch.num_scheduled_tokens
+        now.computed, now.prompt = batch.num_computed_tokens_np, batch.prefill_len_np
+        now.prefilling, now.names = batch.is_prefilling_np, batch.req_ids
         states, manager = runner.req_states, runner.adaptive_verification
         live = admitted = None
         if manager is not None and now.allocated:
             live, admitted = manager._confidence_probs, manager._batch_draft_capacity
-            rows = manager._max_total_logits - len(now.batch.names) * manager.num_bonus_tokens
-            now.most_drafts = max(0, rows)
+            rows = manager._max_total_logits - len(now.names) * manager.num_bonus_tokens
+            now.most_drafts = rows if rows > 0 else 0
         now.slot.copy(live, states.draft_tokens, states.total_len.gpu, admitted)
 
     def _has_learned(self, estimator: Any, *_: Any) -> None:
@@ -212,7 +228,7 @@ class Probe:
         now, self._now = self._now, None
         if now is None:
             return
-        if now.batch is None or output is None:  # the pass failed in the engine
+        if now.names is None or output is None:  # the pass failed in the engine
             self._lose(now)
             return
         if not hasattr(output, "copy_event"):
@@ -220,11 +236,14 @@ class Probe:
                 f"sample_tokens gave {type(output).__name__}, which holds no sampled tokens: "
                 "pipeline parallelism is not supported"
             )
-        now.verdict = Verdict(
-            output.sampled_token_ids, output.num_sampled_tokens_np, output.copy_event
-        )
+        now.ids, now.sampled = output.sampled_token_ids, output.num_sampled_tokens_np
+        now.copied = output.copy_event
         now.slot.mark(2)
         self._pending.append(now)
+        at = perf_counter() - self._began
+        if at - self._handed >= PERIOD or len(self._pending) > self._many:
+            self._handed = at
+            self._hand_on(keep=1)
 
     # -- what happens to a pass ------------------------------------------------------------------
 
@@ -245,10 +264,14 @@ class Probe:
 
     def _hand_on(self, keep: int = 0) -> None:
         """What has arrived; the last ``keep`` passes are not even asked, which costs a call."""
-        while len(self._pending) > keep and self._pending[0].done():
-            done = self._pending.popleft()
-            assert self._feed is not None  # for the type checker: a pass has a slot by then
-            self._feed.put(_Sent(self, done))
+        pending, arrived = self._pending, []
+        try:
+            while len(pending) > keep and pending[0].done():
+                arrived.append(_Sent(self, pending.popleft()))
+        finally:  # also where the device is gone: what had arrived before is whole
+            if arrived:
+                assert self._feed is not None  # for the type checker: a pass has a slot by then
+                self._feed.put(arrived)
 
     def _lose(self, lost: Pass) -> None:
         """A pass that is not sent; what it would have said of new requests the next one says."""
@@ -268,6 +291,7 @@ class Probe:
         rows, drafts = int(states.max_num_reqs), int(states.num_speculative_steps)
         self._states = states
         self._free.extend(make_slots(rows, drafts, states.draft_tokens.device))
+        self._many = max(1, len(self._free) // 4)
         self._feed = Feed(self.destination, self.off)
         self._began = perf_counter()
         atexit.register(self.close)
@@ -295,7 +319,7 @@ class _Sent:
         self._probe, self.noted = probe, done
 
     def data(self) -> bytes:
-        return self.noted.frame(self.noted.slot.seconds())
+        return self.noted.frame(self.noted.slot.seconds(), self._probe._texts)
 
     def release(self) -> None:
         self._probe._let_go(self.noted.slot)
@@ -303,11 +327,6 @@ class _Sent:
 
 def _end(reason: str, dropped: int) -> bytes:
     return pack({"what": "end", "reason": reason, "dropped": dropped})
-
-
-def _warming(scheduled: Any) -> bool:
-    """Whether it is one of the engine's own passes at start-up, which nobody asked for."""
-    return next(iter(scheduled.num_scheduled_tokens), "").startswith(WARM_UP)
 
 
 def _end_of(request: Any) -> End | None:

@@ -14,65 +14,38 @@ in turn, however far its scheduler is ahead. What belongs together:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+import struct
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from workbench.serving.probe.frames import pack
+from workbench.serving.probe.frames import dumped, framed
 from workbench.serving.probe.slots import Slot
 
 End: TypeAlias = tuple[str, int | None, list[int]]
 
 
-class Batch(NamedTuple):
-    """The host's side of the engine's ``InputBatch``, R requests in the order of its rows.
-
-    The engine makes these arrays anew for each pass and leaves them alone. Its tensors are not in
-    here: a pass that waits must not keep the GPU's memory.
-    """
-
-    names: list[str]
-    rows: Any  # persistent row of each request, [R]
-    tokens: int  # rows of the forward
-    drafted: Any  # [R], None where nothing was drafted
-    scheduled: Any  # [R], drafts included
-    computed: Any  # [R]
-    prompt: Any  # [R]
-    prefilling: Any  # bool [R]
-
-    @classmethod
-    def of(cls, batch: Any) -> Batch:
-        """What is needed of an ``InputBatch``."""
-        return cls(
-            batch.req_ids,
-            batch.idx_mapping_np,
-            batch.num_tokens,
-            batch.num_draft_tokens_per_req,
-            batch.num_scheduled_tokens,
-            batch.num_computed_tokens_np,
-            batch.prefill_len_np,
-            batch.is_prefilling_np,
-        )
-
-
-class Verdict(NamedTuple):
-    """The host's side of the engine's ``AsyncOutput``: it is copied until ``copied`` is past."""
-
-    tokens: Any  # [R, W]
-    sampled: Any  # [R]
-    copied: Any  # an event, or None
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Pass:
     """A pass on its way. R requests, M persistent rows, K drafts.
+
+    The engine's own arrays are kept, not copied: it makes them anew for each pass and leaves them
+    alone. Its tensors are not: a pass that waits must not keep the GPU's memory.
 
     Attributes:
         number: of the pass since the probe began, from 0.
         at: seconds since the probe began.
         slot: what was copied from the device.
-        batch, verdict: what the engine has of it on the host; None until then.
+        dropped: passes lost until now.
+        ends: of the requests that are new: name, length it ends at, tokens it ends with.
+        names: of the requests, in the order of the batch's rows; None until they are known, and
+            then so is what follows.
+        rows: persistent row of each request, [R].
+        tokens: rows of the forward.
+        drafted: [R], None where nothing was drafted.
+        scheduled: [R], drafts included.
+        computed, prompt, prefilling: [R], the last one bool.
         budget: drafts that the manager wants verified; None where it was not asked.
         allocated: whether it has said who gets them.
         decide_seconds: the host's time in both.
@@ -80,81 +53,158 @@ class Pass:
         most_drafts: the most that the rows of its logits leave room for.
         fitted: steps the estimator had learned from when ``slot.fit`` was copied; None if it was
             not.
-        dropped: passes lost until now.
-        ends: of the requests that are new: name, length it ends at, tokens it ends with.
+        ids: tokens that were sampled, ``[R, W]``; copied to the host until ``copied`` is past.
+        sampled: how many of them, [R]; likewise.
+        copied: an event, or None.
     """
 
     number: int
     at: float
     slot: Slot
-    batch: Batch | None = None
-    verdict: Verdict | None = None
+    dropped: int
+    ends: tuple[End, ...]
+    names: list[str] | None = None
+    rows: Any = field(init=False)
+    tokens: int = field(init=False)
+    drafted: Any = field(init=False)
+    scheduled: Any = field(init=False)
+    computed: Any = field(init=False)
+    prompt: Any = field(init=False)
+    prefilling: Any = field(init=False)
     budget: int | None = None
     allocated: bool = False
     decide_seconds: float = 0.0
     stale: Any = None
     most_drafts: int = 0
     fitted: int | None = None
-    dropped: int = 0
-    ends: tuple[End, ...] = ()
+    ids: Any = field(init=False)
+    sampled: Any = field(init=False)
+    copied: Any = None
 
     def done(self) -> bool:
         """Whether everything has arrived on the host, asked without waiting."""
-        copied = self.verdict.copied if self.verdict is not None else None
-        return self.slot.done() and (copied is None or bool(copied.query()))
+        return self.slot.done() and (self.copied is None or bool(self.copied.query()))
 
-    def frame(self, seconds: tuple[float, float, float]) -> bytes:
+    def frame(self, seconds: tuple[float, float, float], texts: Texts) -> bytes:
         """What is sent of it, as it lies in memory: the engine waits for whoever makes this.
 
         Args:
             seconds: of :meth:`Slot.seconds`.
+            texts: of the thread that calls this.
         """
-        batch, verdict = self.batch, self.verdict
-        assert batch is not None  # for the type checker: it is done
-        assert verdict is not None
-        decided = self.budget is not None and self.allocated
-        values = {
-            "what": "pass",
-            "number": self.number,
-            "at": self.at,
-            "seconds": seconds,
-            "decide_seconds": self.decide_seconds,
-            "rows": int(batch.tokens),
-            "budget": self.budget if decided else None,
-            "most_drafts": self.most_drafts,
-            "slots": self.slot.drafts.shape[1],
-            "width": verdict.tokens.shape[1],
-            "names": batch.names,
-            "fitted": self.fitted,
-            "dropped": self.dropped,
-            "ends": self.ends,
-        }
-        arrays = {
-            "row": _sent(batch.rows, np.int64),
-            "scheduled": _sent(batch.scheduled, np.int32),
-            "computed": _sent(batch.computed, np.int32),
-            "prompt": _sent(batch.prompt, np.int32),
-            "prefilling": _sent(batch.prefilling, np.bool_),
-            "sampled": _sent(verdict.sampled, np.int32),
-            "tokens": _sent(verdict.tokens, np.int64),
-            "lengths": _sent(self.slot.lengths, np.int32),
-            "drafts": _sent(self.slot.drafts, np.int64),
-        }
-        if batch.drafted is not None:
-            arrays["drafted"] = _sent(batch.drafted, np.int32)
+        slot, ids, budget, fitted = self.slot, self.ids, self.budget, self.fitted
+        decided = self.allocated and budget is not None
+        numbers = _NUMBERS.pack(
+            self.number,
+            self.tokens,
+            self.most_drafts,
+            slot.drafts.shape[1],
+            ids.shape[1],
+            self.dropped,
+            budget if decided else 0,
+            0 if fitted is None else fitted,
+            self.at,
+            self.decide_seconds,
+            *seconds,
+        )
+        data = [
+            numbers,
+            _bytes(self.rows, _INT64),
+            _bytes(self.scheduled, _INT32),
+            _bytes(self.computed, _INT32),
+            _bytes(self.prompt, _INT32),
+            _bytes(self.prefilling, _BOOL),
+            _bytes(self.sampled, _INT32),
+            _bytes(ids, _INT64),
+        ]
+        if self.drafted is not None:
+            data.append(_bytes(self.drafted, _INT32))
         if decided:
-            arrays["admitted"] = _sent(self.slot.admitted, np.int32)
-            arrays["live"] = _sent(self.slot.live, np.float32)
-            arrays["stale"] = _sent(self.stale, np.float32)
-        if self.fitted is not None:
-            arrays["fit"] = _sent(self.slot.fit, np.float32)
-        return pack(values, arrays)
+            data.append(_bytes(self.stale, _FLOAT32))
+        if fitted is not None:
+            data.append(_bytes(slot.fit, _FLOAT32))
+        there = (self.drafted is not None, decided, fitted is not None)
+        text = texts.of(self.names, self.ends, there, [*map(len, data)], slot.sizes)
+        return framed(text, *data, slot.whole if decided else slot.half)
 
 
-_KINDS = {np.int32: "i", np.int64: "q", np.float32: "f", np.bool_: "?"}
+_COUNTS = ("number", "rows", "most_drafts", "slots", "width", "dropped", "budget", "fitted")
+_TIMES = (("at", 0), ("decide_seconds", 0), ("seconds", 3))
+_NUMBERS = struct.Struct("=8q5d")
+_INT32, _INT64, _FLOAT32, _BOOL = map(np.dtype, (np.int32, np.int64, np.float32, np.bool_))
+_ALWAYS = (
+    ("row", "q"), ("scheduled", "i"), ("computed", "i"), ("prompt", "i"), ("prefilling", "?"),
+    ("sampled", "i"), ("tokens", "q"),
+)  # fmt: skip
+_SOMETIMES = (("drafted", "i"), ("stale", "f"), ("fit", "f"))
+_SLOT = (("drafts", "q"), ("lengths", "i"), ("live", "f"), ("admitted", "i"))
 
 
-def _sent(values: Any, dtype: Any) -> tuple[str, bytes]:
-    if values.dtype != dtype:
+class Texts:
+    """The JSON of frames, kept by whoever makes them: many in a row have the same."""
+
+    def __init__(self) -> None:
+        """Nothing was made yet."""
+        self._key: Any = None
+        self._names: list[str] | None = None
+        self._text = b""
+
+    def of(
+        self,
+        names: list[str] | None,
+        ends: tuple[End, ...],
+        there: tuple[bool, bool, bool],
+        sizes: list[int],
+        slot: tuple[int, ...],
+    ) -> bytes:
+        """That of a pass.
+
+        Args:
+            names: of its requests.
+            ends: of its new requests.
+            there: whether it has drafts, was decided, brings coefficients.
+            sizes: bytes of its numbers and of its arrays but those of the slot.
+            slot: bytes of each of the slot's.
+        """
+        key = (there, sizes, slot)
+        if ends or names != self._names or key != self._key:
+            self._text = _text(names, ends, there, sizes, slot)
+            # The encoder takes longer than all the rest of a frame.
+            self._key, self._names = (None, None) if ends else (key, list(names or ()))
+        return self._text
+
+
+def _text(
+    names: list[str] | None,
+    ends: tuple[End, ...],
+    there: tuple[bool, bool, bool],
+    sizes: list[int],
+    slot: tuple[int, ...],
+) -> bytes:
+    _, decided, fits = there
+    unknown = {name for name, has in (("budget", decided), ("fitted", fits)) if not has}
+    values = {
+        "what": "pass",
+        **dict.fromkeys(unknown),
+        "names": names,
+        "ends": ends,
+        "fields": {
+            "counts": [("" if name in unknown else name, 0) for name in _COUNTS],
+            "times": _TIMES,
+        },
+    }
+    given = [*_ALWAYS, *(part for part, has in zip(_SOMETIMES, there, strict=True) if has)]
+    parts = [*given, *_SLOT[: 4 if decided else 2]]
+    counts = 8 * len(_COUNTS)
+    layout = [("counts", "q", counts), ("times", "d", sizes[0] - counts)]
+    for (name, kind), size in zip(parts, (*sizes[1:], *slot), strict=False):
+        layout.append((name, kind, size))
+    return dumped([values, layout])
+
+
+def _bytes(values: Any, dtype: Any) -> bytes:
+    """The array's, as a dtype: the engine's own nearly always, and then the same object."""
+    if values.dtype is not dtype:
         values = values.astype(dtype)
-    return _KINDS[dtype], values.tobytes()
+    data: bytes = values.tobytes()
+    return data

@@ -9,6 +9,8 @@ microseconds, so the tensors are put side by side on the device first and copied
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import is_
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +26,7 @@ class Gather:
 
     Attributes:
         sizes: bytes of drafts and lengths, and of these with live and admitted.
+        each: bytes of drafts, lengths, live and admitted.
     """
 
     def __init__(self, rows: int, drafts: int, device: Any) -> None:
@@ -38,6 +41,7 @@ class Gather:
             ((rows,), np.int32, rows * 4),
         )
         self._dtypes = (torch.int64, torch.int32, torch.float32, torch.int32)
+        self.each = (cells * 8, rows * 4, cells * 4, rows * 4)
         first = cells * 8 + rows * 4
         self.sizes = (first, first + cells * 4 + rows * 4)
         self._staged: dict[int, Any] = {}
@@ -58,9 +62,7 @@ class Gather:
 
     def copy(self, sources: tuple[Any, ...], packed: dict[int, Any]) -> None:
         """Begin to copy drafts and lengths, or all four, to the host's bytes of that size."""
-        if len(sources) != len(self._sources) or any(
-            a is not b for a, b in zip(sources, self._sources, strict=True)
-        ):
+        if len(sources) != len(self._sources) or not all(map(is_, sources, self._sources)):
             self._look(sources)
         size = self.sizes[len(sources) > 2]
         if not self._staged:
@@ -96,32 +98,57 @@ class Slot:
         lengths: int32 ``[M]``, tokens of each sequence before the pass.
         admitted: int32 ``[M]``, by row of the *batch*.
         fit: float32 ``[1 + K]``, the estimator's slope and intercepts.
+        whole, half: the bytes of drafts, lengths, live and admitted, one behind the other; those
+            of the first two.
+        sizes: bytes of each of the four.
         marks: begin, middle (the verdict is there, drafting begins) and end: events on a GPU,
             seconds without one; None where not passed.
     """
 
     __slots__ = (
-        "_fit", "_gather", "_packed", "admitted", "drafts", "events", "fit", "lengths", "live",
-        "marks",
+        "_fit", "_gather", "_packed", "_stream", "_stream_of", "admitted", "drafts", "events",
+        "fit", "half", "lengths", "live", "marks", "sizes", "whole",
     )  # fmt: skip
 
     def __init__(
-        self, packed: Any, fit: Any, gather: Gather, events: tuple[Any, Any, Any] | None
+        self,
+        packed: Any,
+        fit: Any,
+        gather: Gather,
+        events: tuple[Any, Any, Any] | None,
+        stream_of: Callable[[], Any],
     ) -> None:
-        """``packed``: bytes on the host, as ``gather`` lays them out; ``fit``: of its own."""
+        """Nothing was copied yet.
+
+        Args:
+            packed: bytes on the host, as ``gather`` lays them out.
+            fit: memory of its own.
+            gather: what copies to ``packed``.
+            events: of a GPU.
+            stream_of: the stream that is used now; asked where a pass is not given one, since an
+                event that is given none asks itself, which takes as long as recording it.
+        """
         self._gather, self._fit, self.events = gather, fit, events
+        self._stream_of, self._stream = stream_of, None
         self._packed = {size: packed[:size] for size in gather.sizes}
+        self.whole, self.sizes = memoryview(packed.numpy()), gather.each
+        self.half = self.whole[: gather.sizes[0]]
         self.drafts, self.lengths, self.live, self.admitted = gather.parts(packed.numpy())
         self.fit = fit.numpy()
         self.marks: list[Any] = [None, None, None]
 
-    def mark(self, which: int) -> None:
-        """The engine's stream is here: 0 begin, 1 middle, 2 end."""
+    def mark(self, which: int, stream: Any = None) -> None:
+        """The engine's stream is here: 0 begin, 1 middle, 2 end.
+
+        ``stream``: given at the begin, the one that the engine uses; None asks for it.
+        """
         if self.events is None:
             self.marks[which] = perf_counter()
         else:
-            self.events[which].record()
-            self.marks[which] = self.events[which]
+            if not which:
+                self._stream = self._stream_of() if stream is None else stream
+            event = self.marks[which] = self.events[which]
+            event.record(self._stream)
 
     def copy(self, live: Any, drafts: Any, lengths: Any, admitted: Any) -> None:
         """Begin to copy what the pass has decided by; live is None, and admitted, undecided."""
@@ -160,6 +187,9 @@ class Slot:
         self.marks = [None, None, None]
 
 
+def _no_stream() -> None: ...
+
+
 def make_slots(rows: int, drafts: int, device: Any, most: int = 64) -> list[Slot]:
     """Slots for M = ``rows`` and K = ``drafts``: ``most``, or as many as 32 MiB hold, at least 4.
 
@@ -183,6 +213,7 @@ def make_slots(rows: int, drafts: int, device: Any, most: int = 64) -> list[Slot
                 tuple(torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[arg-type]
                 if on_gpu
                 else None,
+                torch.cuda.current_stream if on_gpu else _no_stream,
             )
             for i in range(count)
         ]
