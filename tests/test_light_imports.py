@@ -25,6 +25,7 @@ LIGHT = (
     "workbench.serving.launch.launch",
     "workbench.serving.layers.engine_layers",
     "workbench.serving.layers.engine_worker",
+    "workbench.serving.layers.layer_parity",
     "workbench.serving.monitor.monitor",
     "workbench.serving.probe",
     "workbench.serving.reconcile",

@@ -31,6 +31,7 @@ from workbench.model.plan import make_plan
 from workbench.model.presets import beam_501b, beam_501b_dflash2, resolve
 from workbench.model.sizing import size_kv
 from workbench.serving.layers.engine_layers import EngineLayers, engine_layers
+from workbench.serving.layers.engine_reader import Reader
 from workbench.serving.layers.engine_worker import EngineWorker, worker_document
 
 KINDS = ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 3
@@ -532,9 +533,11 @@ def test_packed_weights_are_not_compared() -> None:
 # -- the worker's side ----------------------------------------------------------------------------
 
 
-def test_the_mix_in_has_one_name_and_can_be_mixed_in() -> None:
+def test_the_mix_in_has_names_of_its_own_and_can_be_mixed_in() -> None:
     """The engine adds it to the bases of the worker's class and refuses names that it has."""
-    assert [name for name in dir(EngineWorker) if not name.startswith("__")] == ["workbench_layers"]
+    names = [name for name in dir(EngineWorker) if not name.startswith("__")]
+    assert "workbench_layers" in names
+    assert all(name.startswith("workbench_") for name in names)
 
     class Worker(WorkerBase):
         rank = 3
@@ -567,6 +570,23 @@ class Hostile:
         raise RuntimeError(f"<script>{name}</script>" * 200)
 
 
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Speechless:
+    """Its errors fail when they are asked what they are."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("vllm_config", "model_runner", "static_forward_context"):
+            return self
+        raise UnspeakableError
+
+    def __iter__(self) -> Any:
+        raise UnspeakableError
+
+
 class Looping:
     """Every attribute is another one of these, for ever."""
 
@@ -576,14 +596,24 @@ class Looping:
 
 @pytest.mark.parametrize(
     "one",
-    [object(), Hostile(), Looping(), SimpleNamespace(vllm_config=None, model_runner=None)],
-    ids=["nothing", "hostile", "endless", "empty"],
+    [
+        *(object(), Hostile(), Speechless(), Looping()),
+        SimpleNamespace(vllm_config=None, model_runner=None),
+    ],
+    ids=["nothing", "hostile", "speechless", "endless", "empty"],
 )
 def test_nothing_is_raised_into_the_engine(one: Any) -> None:
     document = worker_document(one)
     assert document["notes"]
     assert len(json.dumps(document)) < 100_000
     assert json.loads(json.dumps(document)) == document
+
+
+def test_a_failure_without_words_is_noted() -> None:
+    reader = Reader()
+    reader.failed("rank", UnspeakableError())
+    reader.note("\udcff")
+    assert reader.said() == ["rank could not be read: UnspeakableError: ?", "?"]
 
 
 def test_one_module_that_fails_spoils_no_other() -> None:
@@ -605,7 +635,11 @@ def test_values_are_plain_whatever_lies_there() -> None:
     one.vllm_config.model_config.max_model_len = float("nan")
     one.vllm_config.compilation_config.custom_ops = {"b", "a"}
     one.vllm_config.compilation_config.backend = lambda: None
+    one.vllm_config.scheduler_config.max_num_seqs = 10**5000
+    one.vllm_config.model_config.architectures = ["\udcff"]
     document = worker_document(one)
+    assert document["settings"]["max_num_seqs"] == "a number of more than 64 bits"
+    json.dumps(document, ensure_ascii=False).encode("utf-8")  # as msgpack writes texts
     assert document["settings"]["max_model_len"] == "nan"
     assert document["compilation"]["custom_ops"] == ["a", "b"]
     assert json.loads(json.dumps(document, allow_nan=False)) == document

@@ -74,6 +74,7 @@ def test_layers_that_are_alike_are_one_row() -> None:
     assert "window 24" in layers[1][1]
     assert "window none" in layers[2][1]
     assert "group 1…2" in layers[3][2]
+    assert "keeps window 24" in layers[1][2]
     assert "8 experts" in layers[3][3]
     assert "experts" not in layers[1][3]
     assert len(draft) == 2  # the drafter's only layer stands apart
@@ -85,6 +86,14 @@ def test_layers_that_are_alike_are_one_row() -> None:
     assert "✓ all as expected" in view.html
     assert view.figure is None
     assert "✗" not in view.html
+    # Opened, what is folded widens no column of the table.
+    assert "<details" not in re.sub("(?s)</table>.*?<table|</table>.*$", "", view.html)
+    assert "2…3: all " in view.html
+    assert "read off the running engine" in view.html
+    recorded = built_layers(value, source="recorded 2026-11-30, <b>two cores</b>")
+    assert recorded.html is not None
+    assert "recorded 2026-11-30, &lt;b&gt;two cores&lt;/b&gt; · 1 worker" in recorded.html
+    assert "running engine" not in recorded.html
     assert view.text.startswith("layers as vLLM ")
     assert "all as expected" in view.text
 
@@ -100,7 +109,7 @@ def test_differences_are_marked_by_word_and_colour() -> None:
         r"color:#D13438[^>]*font-weight:700[^>]*>✗ window 128, expected 24<", view.html
     )
     assert re.search(r">≠ TRITON_ATTN, expected FLASH_ATTN<", view.html)
-    assert "? of not known, expected 8" in view.html
+    assert "? head size not known, expected 8" in view.html
     listed = next(rows for rows in tables(view) if rows[0][0] == "layers" and len(rows[0]) == 6)
     assert [row[:5] for row in listed[1:]] == [
         ["1", "backend", "TRITON_ATTN", "FLASH_ATTN", "≠ odd one out"],

@@ -23,6 +23,7 @@ _PUBLIC = {
     "active_curve": "weights",
     "adaptive": "adaptive_board",
     "attention_maps": "attention",
+    "beside_published": "published_serving",
     "block_strip": "spec_blocks",
     "built_layers": "engine_layers",
     "chat": "chat_board",
@@ -46,6 +47,7 @@ _PUBLIC = {
     "kv_growth": "kv_figures",
     "kv_per_gpu": "kv_memory",
     "kv_strip": "kv_figures",
+    "layer_parity": "layer_parity",
     "layer_strip": "layers",
     "live": "live_tokens",
     "logit_lens": "lens",
@@ -142,6 +144,7 @@ if TYPE_CHECKING:
     from workbench.views.kv_memory import kv_per_gpu as kv_per_gpu
     from workbench.views.kv_pages import kv_accounts as kv_accounts
     from workbench.views.kv_pages import plan_table as plan_table
+    from workbench.views.layer_parity import layer_parity as layer_parity
     from workbench.views.layers import layer_strip as layer_strip
     from workbench.views.lens import logit_lens as logit_lens
     from workbench.views.live_tokens import live as live
@@ -149,6 +152,7 @@ if TYPE_CHECKING:
     from workbench.views.model_check import step_comparisons as step_comparisons
     from workbench.views.parameters import parameter_treemap as parameter_treemap
     from workbench.views.positions import position_reach as position_reach
+    from workbench.views.published_serving import beside_published as beside_published
     from workbench.views.rank_decode import rank_leave_one_out as rank_leave_one_out
     from workbench.views.rank_decode import rank_waterfall as rank_waterfall
     from workbench.views.rank_lengths import rank_contexts as rank_contexts

@@ -35,15 +35,16 @@ _TITLES = {"target": "the model", "drafter": "the drafter"}
 # What stands in which column, and before or behind which word; the rest is under "all fields".
 _COLUMNS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     ("attention", (
-        ("backend", "", ""), ("window", "window ", ""), ("query heads", "", " query heads"),
-        ("KV heads", "", " KV heads"), ("head size", "of ", ""), ("attention weights", "in ", ""),
+        ("backend", "", ""), ("window", "window ", ""), ("query heads", "query heads ", ""),
+        ("KV heads", "KV heads ", ""), ("head size", "head size ", ""),
+        ("attention weights", "weights in ", ""),
     )),
     ("KV cache", (
-        ("KV group", "group ", ""), ("cache keeps", "", ""), ("KV dtype", "", ""),
+        ("KV group", "group ", ""), ("cache keeps", "keeps ", ""), ("KV dtype", "in ", ""),
         ("block size", "blocks of ", " tokens"), ("page bytes", "", " bytes a page"),
     )),
     ("MLP", (
-        ("MLP", "", ""), ("MLP weights", "in ", ""), ("experts", "", " experts"),
+        ("MLP", "", ""), ("MLP weights", "weights in ", ""), ("experts", "", " experts"),
         ("experts here", "", " of them here"), ("experts a token", "", " a token"),
         ("expert width", "width ", ""), ("expert kernel", "", ""), ("router", "", ""),
         ("router dtype", "router in ", ""),
@@ -52,17 +53,19 @@ _COLUMNS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
 _SHOWN = {name for _, fields in _COLUMNS for name, _, _ in fields}
 
 
-def built_layers(value: EngineLayers) -> View:
+def built_layers(value: EngineLayers, *, source: str = "read off the running engine") -> View:
     """Table of the layers as the engine built them, like ones folded, differences marked.
 
-    ``value`` is that of ``workbench.serving.layers.engine_layers.engine_layers(llm, config)``.
-    Below the table: every difference with what it was expected by, KV cache groups, ranks, and
+    ``value`` is that of ``workbench.serving.layers.engine_layers.engine_layers(llm, config)``;
+    ``source`` says where it is from, for one that was recorded: its date and hardware. Below the
+    table: every difference with what it was expected by, KV cache groups, ranks, and
     what the engine says of itself. Everything that comes from the engine is escaped.
     """
     body = ""
     for model in ("target", "drafter"):
         if value.of(model):
             body += _heading(f"Layers of {_TITLES[model]}") + _layers(value, model)
+            body += _every_field(value, model)
     body += _differences(value) + _groups(value) + _ranks(value) + _settings(value)
     body += "".join(
         box(escape(line), _FAINT, "margin-top:4px", f"font-size:{theme.TEXT}px")
@@ -77,7 +80,7 @@ def built_layers(value: EngineLayers) -> View:
     return View(
         html=page(
             f"Layers as vLLM {value.engine.get('version') or 'of unknown version'} built them",
-            f"read off {_plural(len(value.ranks), 'worker')} of the running engine · "
+            f"{source} · {_plural(len(value.ranks), 'worker')} · "
             f"{value.compared:,} fields compared with the configuration"
             + (", the plan" if _sources(value, "plan") else "")
             + ", the grouping rule and with each other",
@@ -102,9 +105,10 @@ def _heading(text: str) -> str:
     return box(escape(text), "font-weight:600", "margin:12px 0 2px", f"font-size:{theme.TEXT}px")
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are HTML already; words of the head are escaped."""
-    cell = ("padding:4px 14px 4px 0", "text-align:left", "vertical-align:top")
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, least: str = "0") -> str:
+    """A table of cells that are HTML already; words of the head are escaped. ``least`` is the
+    least width of a column: a long name elsewhere breaks no short words."""
+    cell = ("padding:4px 14px 4px 0", "text-align:left", "vertical-align:top", f"min-width:{least}")
     top = "".join(box(escape(w), *cell, "font-weight:400", _FAINT, tag="th") for w in head)
     lines = box(top, _PLAIN, tag="tr")
     for row in rows:
@@ -162,11 +166,30 @@ def _layers(value: EngineLayers, model: str) -> str:
             cells.append("<br>".join(lines))
         cells.append(_rest(first))
         rows.append(cells)
-    return _table(("layers", *(name for name, _ in _COLUMNS), "weights and kernels"), rows)
+    head = ["layers", *(name for name, _ in _COLUMNS), "weights and kernels"]
+    if not any(cells[-1] for cells in rows):  # an engine that says nothing of them
+        head, rows = head[:-1], [cells[:-1] for cells in rows]
+    return _table(head, rows, least="7.5em")
+
+
+def _every_field(value: EngineLayers, model: str) -> str:
+    """All fields behind a click, in as many columns as there is room for."""
+    folds = ""
+    for layers in value.folded("drafter" if model == "drafter" else "target"):
+        first = layers[0]
+        every = "".join(
+            box(escape(f"{_SIGNS[one.verdict][0]} {one.name}: {value_text(one.found)}"))
+            for one in first.fields
+        )
+        words = f"{_numbers(layers)}: all {len(first.fields)} fields"
+        summary = box(escape(words), "cursor:pointer", tag="summary")
+        shape = ("columns:320px", "padding:2px 0 8px 14px", "overflow-wrap:anywhere")
+        folds += box(summary + box(every, *shape), _FAINT, tag="details")
+    return box(folds, f"font-size:{theme.TEXT}px", "margin-top:4px")
 
 
 def _rest(layer: EngineLayer) -> str:
-    """Bytes of the weights, the kernels that are switched on, and all fields behind a click."""
+    """Bytes of the weights, the kernels that are switched on, and what else differs."""
     lines = []
     for one in layer.fields:
         if one.name == "weight bytes" and one.found is not None:
@@ -176,12 +199,7 @@ def _rest(layer: EngineLayer) -> str:
             lines.append(box(escape(one.name), f"font-family:{theme.MONO}", _FAINT))
         elif not one.agrees and one.name not in _SHOWN:
             lines.append(_marked(one, f"{one.name}: {value_text(one.found)}"))
-    every = "".join(
-        box(escape(f"{_SIGNS[one.verdict][0]} {one.name}: {value_text(one.found)}"))
-        for one in layer.fields
-    )
-    summary = box(escape(f"all {len(layer.fields)} fields"), "cursor:pointer", tag="summary")
-    return "<br>".join(lines) + box(summary + every, _FAINT, tag="details")
+    return "<br>".join(lines)
 
 
 def _differences(value: EngineLayers) -> str:

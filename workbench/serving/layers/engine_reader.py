@@ -30,12 +30,12 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
         return value
     if isinstance(value, enum.Enum):
         return value.name
-    if isinstance(value, int):
-        return int(value)
+    if isinstance(value, int):  # what msgpack, on which the engine's answers travel, can hold
+        return int(value) if -(2**63) <= value < 2**63 else "a number of more than 64 bits"
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, str):
-        return str(value)[:_LONGEST]
+    if isinstance(value, str):  # halves of letters, as in a path that is no UTF-8, cannot travel
+        return str(value)[:_LONGEST].encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, type):
         return value.__name__
     kind = type(value)
@@ -85,13 +85,17 @@ class Reader:
 
     def note(self, text: str) -> None:
         """Keep a note; equal ones are counted."""
-        text = text[: 2 * _LONGEST]
+        text = text[: 2 * _LONGEST].encode("utf-8", "replace").decode("utf-8")
         if text in self._notes or len(self._notes) < _MOST_NOTES:
             self._notes[text] = self._notes.get(text, 0) + 1
 
     def failed(self, section: str, error: Exception) -> None:
         """Note a section that could not be read."""
-        self.note(f"{section} could not be read: {type(error).__name__}: {error}")
+        try:
+            said = str(error)
+        except Exception:  # an error may not be able to say what it is
+            said = "?"
+        self.note(f"{section} could not be read: {type(error).__name__}: {said}")
 
     def said(self) -> list[str]:
         """All notes."""

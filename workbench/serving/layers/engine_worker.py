@@ -1,9 +1,10 @@
 """What runs inside a vLLM worker: the layers as the engine built them, as plain lists and texts.
 
 ``vllm.LLM(model, worker_extension_cls=EXTENSION)`` mixes :class:`EngineWorker` into the worker's
-class, and ``llm.collective_rpc("workbench_layers")`` calls its one method in every worker by name,
-so no function is pickled. The engine refuses an extension that has a name of the worker's, so the
-class has this one, and the work is done by functions. Nothing but the standard library is imported,
+class, and ``llm.collective_rpc("workbench_layers")`` calls a method in every worker by name, so no
+function is pickled. The engine refuses an extension that has a name of the worker's, so the class
+has two only, and the work is done by functions: those of ``workbench_parity`` are in
+``parity_worker.py``. Of ``workbench_layers``: nothing but the standard library is imported,
 no tensor's contents are read (sizes and types only, so no device is waited for), nothing is
 changed, and nothing is ever raised into the engine: what cannot be found is None, with a note.
 
@@ -21,6 +22,7 @@ from typing import Any
 from workbench.serving.layers.engine_attention import attention, attention_layers, groups
 from workbench.serving.layers.engine_modules import modules, weights
 from workbench.serving.layers.engine_reader import Reader, Row, plain
+from workbench.serving.layers.parity_worker import parity_step
 
 SCHEMA = "workbench-engine-layers/1"
 EXTENSION = "workbench.serving.layers.engine_worker.EngineWorker"
@@ -33,6 +35,10 @@ class EngineWorker:
     def workbench_layers(self) -> Row:
         """The document of this worker: ``SCHEMA``; see :func:`worker_document`."""
         return worker_document(self)
+
+    def workbench_parity(self, action: str, *given: Any) -> Row:
+        """One step of comparing layers with the PyTorch model; see ``parity_worker``."""
+        return parity_step(self, action, *given)
 
 
 def worker_document(worker: Any) -> Row:
