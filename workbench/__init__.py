@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from workbench import views as views
     from workbench.errors import WorkbenchError as WorkbenchError
     from workbench.hardware import machine as machine
-    from workbench.model.checkpoint import load as load
+    from workbench.loading import load as load
     from workbench.model.checkpoint import save as save
     from workbench.model.config import BeamConfig as BeamConfig
     from workbench.model.generate import generate as generate
@@ -67,7 +67,7 @@ _PUBLIC = {
     "intervene": "workbench.model.inspect",
     "kernels": "workbench.kernels",
     "launch_of": "workbench.serving.launch.launch",
-    "load": "workbench.model.checkpoint",
+    "load": "workbench.loading",
     "load_drafter": "workbench.spec.drafter_checkpoint",
     "logit_lens": "workbench.model.inspect",
     "machine": "workbench.hardware",

@@ -127,7 +127,8 @@ app = typer.Typer(
     name="workbench",
     cls=Group,
     help="See, run and change Reflection Beam. MODEL is beam-501b (its shape only), a bundled "
-    "checkpoint (beam-tiny), or a folder with config.json.",
+    "checkpoint (beam-tiny), or a folder with config.json; info, and what computes with weights, "
+    "take an owner/name of the Hugging Face hub too.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -159,15 +160,17 @@ def _top(
 @app.command()
 def info(model: Model, json: Json = False) -> None:
     """Describe a model: layers, parameters, every field with its source."""
-    from workbench.model.info import info as describe
+    from workbench.loading import describe
 
-    description = describe(model)
+    description, remark = describe(model)
     if json:
         answer(description.to_dict())
         return
-    from workbench.terminal import info_page, out
+    from workbench.terminal import info_page, note, out
 
     info_page(description, out())
+    if remark is not None:
+        note(f"workbench: {remark}")
 
 
 app.command()(cli_spec.generate)

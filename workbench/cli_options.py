@@ -71,11 +71,12 @@ def load_model(model: str, dtype: Dtype | None, device: str | None) -> Beam:
     """MODEL with its weights."""
     import torch
 
-    from workbench.model.checkpoint import load
+    from workbench.loading import load
 
     if device is not None and device.partition(":")[0] == "meta":
         raise WorkbenchError(f"device '{device}' has no weights to compute with; use cpu or cuda")
-    return load(model, device=device, dtype=None if dtype is None else getattr(torch, dtype.value))
+    kind = None if dtype is None else getattr(torch, dtype.value)
+    return load(model, device=device, dtype=kind, serve=False)
 
 
 def answer(document: dict[str, Any]) -> None:

@@ -81,8 +81,8 @@ def load(
         TokenizerError: the folder has a damaged tokenizer.
     """
     resolved = resolve(model)
-    where = _device(device)
-    dtype = _dtype(dtype, where)
+    where = target_device(device)
+    dtype = target_dtype(dtype, where)
     config = _plain(resolved.config)
     name = resolved.name
     if layers is not None:
@@ -143,7 +143,8 @@ def _plain(config: BeamConfig) -> BeamConfig:
     )
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def target_device(device: torch.device | str | None) -> torch.device:
+    """The device that :func:`load` takes an argument for; CheckpointError where there is none."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of types that are refused below
@@ -164,7 +165,8 @@ def _device(device: torch.device | str | None) -> torch.device:
     return where if where.type == "cuda" else torch.device(where.type)
 
 
-def _dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+def target_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype of :func:`load`'s weights; CheckpointError for one that is not computed in."""
     if dtype is None:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -11,6 +11,11 @@ from workbench.model.sampling import Sampling
 from workbench.spec.drafter import Drafter
 
 
+def first_line(value: Any) -> str:
+    """A wrong value for a message; a model that is served says in its first line what it is."""
+    return repr(value).partition("\n")[0][:120]
+
+
 def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
     """Raise DraftError unless ``value`` is a whole number in this range."""
     bad = not isinstance(value, int) or isinstance(value, bool) or value < least
@@ -41,7 +46,7 @@ def check_pair(beam: Beam, drafter: Drafter) -> None:
 def check_kinds(beam: Any, sampling: Any, seeds: Any, cancel: Any) -> None:
     """Raise PromptError for an argument of the wrong kind, naming it."""
     if not isinstance(beam, Beam):
-        raise PromptError(f"beam must be a loaded model (load(...)), not {beam!r:.60}")
+        raise PromptError(f"beam must be a loaded model (load(...)), not {first_line(beam)}")
     if not isinstance(sampling, Sampling):
         raise PromptError(f"sampling must be a Sampling, not {sampling!r:.60}")
     if seeds is not None and (not isinstance(seeds, Sequence) or isinstance(seeds, str | bytes)):

@@ -20,6 +20,7 @@ from workbench.model.checkpoint import DTYPES, Header, opened, read_headers
 from workbench.model.checkpoint_save import SINGLE_FILE, flush, replacing, write_text
 from workbench.model.drafter_config import DFlash2Config, drafter_tensors
 from workbench.model.presets import bundled_drafter, resolve_drafter
+from workbench.spec.asked import first_line
 from workbench.spec.drafter import Drafter, check_target
 
 _PLAIN = {
@@ -86,7 +87,7 @@ def load_drafter(target: Beam, drafter: str | Path | None = None) -> Drafter:
         CheckpointError: files or tensors are missing, unknown, damaged, or of the wrong kind.
     """
     if not isinstance(target, Beam):
-        raise DraftError(f"target must be a loaded model (load(...)), not {target!r:.60}")
+        raise DraftError(f"target must be a loaded model (load(...)), not {first_line(target)}")
     if drafter is None:
         folder = bundled_drafter(target.name)
         if folder is None:
