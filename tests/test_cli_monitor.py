@@ -154,6 +154,7 @@ def test_what_cannot_be_watched_is_one_sentence(tmp_path: Path) -> None:
         ["http://127.0.0.1:9", "--replay", "x"],
         ["--replay", "x", "--record", "y"],
         ["http://127.0.0.1:9", "--samples", "0"],
+        ["http://127.0.0.1:9", "--samples", "1", "--patience", "0"],
     ],
 )
 def test_wrong_usage(words: list[str]) -> None:
@@ -200,6 +201,43 @@ def test_a_server_that_dies_is_said_once_and_found_again(tmp_path: Path) -> None
     total = documents(rest.decode())[-1]
     assert total["restarts"] == 1
     assert read_recording(path).skipped == 0
+
+
+def test_samples_that_do_not_come_end_it_with_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with Child() as server:
+        process = start(server.url, "--hertz", "20", "--samples", "100000", "--patience", "1",
+                        "--json", "--record", str(path), stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE)  # fmt: skip
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["kind"] == "sample"
+        server.kill()
+        gone = time.monotonic()
+        rest, said = process.communicate(timeout=30)
+    assert 0.5 < time.monotonic() - gone < 10
+    assert process.returncode == 1
+    total = documents(rest.decode())[-1]  # what came is not lost
+    assert total["kind"] == "summary"
+    words = said.decode()
+    assert words.count("\n") == 1
+    assert f"{total['samples']:,} of 100,000 samples came" in words
+    assert "no page for 1 s" in words
+    assert len(read_recording(path).samples) == total["samples"]
+
+
+def test_a_server_that_is_back_in_time_is_waited_for() -> None:
+    with Child() as first:
+        process = start(first.url, "--hertz", "20", "--samples", "40", "--patience", "20",
+                        "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["kind"] == "sample"
+        first.kill()
+        time.sleep(1.2)
+        with Child(first.port):
+            rest, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, b"")
+    total = documents(rest.decode())[-1]
+    assert (total["samples"], total["restarts"]) == (40, 1)
 
 
 def screen(words: list[str], until: bytes) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from workbench.serving.monitor.sample import Sample
 
 _POLL = 0.1  # s between two looks at what is new
+PATIENCE = 60.0  # s
 
 
 def monitor(
@@ -33,6 +34,12 @@ def monitor(
     samples: Annotated[
         int | None, typer.Option("--samples", min=1, help="End after so many.", metavar="N")
     ] = None,
+    patience: Annotated[
+        float,
+        typer.Option(
+            "--patience", min=1.0, help="Seconds without a page that end --samples.", metavar="S"
+        ),
+    ] = PATIENCE,
     record: Annotated[
         Path | None,
         typer.Option("--record", help="Write every sample to this file, a line each.", metavar="F"),
@@ -51,6 +58,7 @@ def monitor(
     """Watch a serving engine: throughput, acceptance, times, load. Ctrl-C ends it.
 
     With --json a line a sample and a last line with the sum. An API key is read from VLLM_API_KEY.
+    A server that is gone is waited for, with --samples no longer than --patience.
     """
     if (url is None) == (replay is None):
         raise typer.BadParameter("give either the URL of a server or --replay FILE")
@@ -67,20 +75,29 @@ def monitor(
     else:
         watched = Monitor(str(url), hertz=hertz, record=record, foreign=foreign)
         name = watched.address.url
+    gone = None
     try:
         if isinstance(watched, Monitor) and not watched.reached():
             raise ServingError(watched.error or f"{name} gave no page")
-        _watch(watched, name, samples, total, json)
+        gone = _watch(watched, name, samples, patience, total, json)
     except KeyboardInterrupt:  # the usual end
         pass
     finally:
         watched.stop()
     _sum_up(watched, total, json)
+    if gone is not None:
+        raise ServingError(gone)
 
 
 def _watch(
-    watched: Monitor | Replay, name: str, most: int | None, total: Total, json: bool
-) -> None:
+    watched: Monitor | Replay,
+    name: str,
+    most: int | None,
+    patience: float,
+    total: Total,
+    json: bool,
+) -> str | None:
+    """Show what comes until it ends; why it ended before ``most`` samples, if it did."""
     from workbench.terminal import emit, note, out
     from workbench.terminal_serving import LATELY, live_page, sample_line, stale_words
 
@@ -105,7 +122,9 @@ def _watch(
                 else:
                     print(sample_line(sample), flush=True)
             trouble()
-        return
+            if (gone := _gone(watched, most, patience, total)) is not None:
+                return gone
+        return None
     from rich.live import Live
 
     lately: deque[Sample] = deque()
@@ -122,6 +141,25 @@ def _watch(
                 shown = now
                 live.update(live_page(name, watched, list(lately), total), refresh=True)
             _recording(watched, told)
+            if (gone := _gone(watched, most, patience, total)) is not None:
+                return gone
+    return None
+
+
+def _gone(watched: Monitor | Replay, most: int | None, patience: float, total: Total) -> str | None:
+    """That so many samples will not come, in a sentence: somebody waits for them who may not be
+    there to end it."""
+    since = watched.stale_since
+    if most is None or since is None or total.samples >= most:
+        return None
+    # On a clock that may be set meanwhile; one that was set back is waited for.
+    if time.time() - since < patience:
+        return None
+    return (
+        f"{total.samples:,} of {most:,} samples came, and no page for {patience:g} s "
+        f"({watched.error or 'the server does not answer'}); start the server, or wait longer: "
+        "--patience"
+    )
 
 
 def _new(watched: Monitor | Replay, most: int | None) -> Iterator[list[Sample]]:

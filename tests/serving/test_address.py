@@ -41,6 +41,8 @@ def test_what_people_paste_is_understood(text: str, url: str) -> None:
         ("http://example.org:8000", "not this machine"),
         ("http://10.0.0.7:8000", "not this machine"),
         ("http://localhost.example.org", "not this machine"),
+        ("http://0.0.0.0:8000", r"give http://127\.0\.0\.1 with its port"),
+        ("http://[::]:8000", r"give http://127\.0\.0\.1 with its port"),
         (8000, "is text"),
     ],
 )

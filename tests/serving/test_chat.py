@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import pytest
 from serving import openai_server as fake
 from workbench.errors import ServingError
 from workbench.files import FileError
+from workbench.serving.client import client as client_module
 from workbench.serving.client.chat import Chat
 from workbench.serving.client.chat_settings import ChatSettings
 from workbench.serving.client.client import Client
@@ -25,6 +29,9 @@ SPECULATION = {
     "acceptance_histogram": [1, 0, 1], "num_spec_steps": 2, "num_accepted_draft_tokens": 2,
     "num_draft_tokens": 4, "num_spec_tokens": 2,
 }  # fmt: skip
+
+
+CLIENT = str(Path(client_module.__file__).parent)
 
 
 def add(a: int, b: int) -> int:
@@ -58,6 +65,18 @@ def test_a_history_grows_and_is_sent_without_reasoning() -> None:
     for nothing in ("", " \n", None):
         with pytest.raises(ServingError, match="nothing to send"):
             chat.send(nothing)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_forced_call_is_forced_once_a_turn(choice: Any) -> None:
+    call = fake.call(("add", '{"a": 1, "b": 2}'))
+    with fake.serving(call, call, fake.say("3"), call, fake.say("3")) as server:
+        chat = Chat(Client(server.url), tools=[add])
+        assert chat.send("1+2?", extra={"tool_choice": choice, "top_k": 4}).text == "3"
+        assert chat.send("1+2?", extra={"tool_choice": "none"}).text == "3"
+        bodies = server.chats
+    assert [body["tool_choice"] for body in bodies] == [choice, "auto", "auto", "none", "none"]
+    assert [body.get("top_k") for body in bodies] == [4, 4, 4, None, None]
 
 
 def test_tools_are_called_until_there_is_an_answer() -> None:
@@ -191,6 +210,115 @@ def test_leaving_a_turn_early_drops_it() -> None:
         assert chat.send("b").text == "b"
 
 
+class Interrupt:
+    """Ctrl-C at the n-th line of the client's own code."""
+
+    def __init__(self, line: int) -> None:
+        self.left, self.where = line, ""
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
+        ours = frame.f_code.co_filename.startswith(CLIENT) and frame.f_code.co_name != "__del__"
+        return self.line if ours else None
+
+    def line(self, frame: FrameType, event: str, arg: object) -> Any:
+        self.left -= event == "line"
+        if self.left == 0:
+            self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self.line
+
+
+def interrupted(line: int) -> str:
+    """Where a turn with a tool was interrupted; that the chat is as it was before is seen here."""
+    at, before = Interrupt(line), sys.gettrace()
+    steps = fake.call(("add", '{"a": 1, "b": 2}')), fake.say("3")
+    with fake.serving(*steps) as server, Client(server.url, timeout=5) as client:
+        chat = Chat(client, tools=[add])
+        sys.settrace(at)
+        try:
+            chat.send("1+2?")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert not chat.busy, at.where
+        # The last lines are those after the end of the turn.
+        assert [turn.text for turn in chat.turns] in ([], ["3"]), at.where
+        kept = len(chat.turns)
+        if kept:
+            assert chat.undo().user == "1+2?"
+        with fake.serving(fake.say("again")) as other, Client(other.url) as second:
+            chat.client = second
+            assert chat.send("2?").text == "again", at.where
+            assert other.chats[0]["messages"] == [user("2?")], at.where
+    return at.where
+
+
+@pytest.mark.parametrize("start", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (8, 15))])
+def test_ctrl_c_at_any_line_leaves_the_chat_as_it_was(start: int) -> None:
+    begin = threading.active_count()
+    seen, line = set(), start
+    while where := interrupted(line):
+        seen.add(where.split(":")[0])
+        line += 23
+    assert line > 400
+    assert {"chat.py", "client.py", "wire.py"} <= seen
+    deadline = time.monotonic() + 5
+    while threading.active_count() > begin and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert threading.active_count() <= begin
+
+
+def test_two_chats_at_once_and_one_chat_from_two_threads() -> None:
+    answers: list[str] = []
+
+    def several(client: Client) -> None:
+        chat = Chat(client)
+        answers.extend(chat.send("?").text for _ in range(5))
+
+    with fake.serving(*[fake.say("a")] * 20) as server, Client(server.url) as client:
+        threads = [threading.Thread(target=several, args=(client,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert answers == ["a"] * 20
+    with fake.serving(fake.drips(), fake.say("b")) as server, Client(server.url) as client:
+        chat = Chat(client)
+        events = chat.stream("go on")
+        next(events)
+        reading = threading.Thread(target=lambda: [None for _ in events], daemon=True)
+        reading.start()
+        said = set()
+        for _ in range(200):
+            for ask in (events.__next__, lambda: chat.send("?"), chat.undo):
+                with suppress(ServingError):
+                    ask()
+                    continue
+                said.add(True)
+        assert said
+        assert chat.busy
+        chat.stop()
+        reading.join(5)
+        assert not chat.busy
+        assert [turn.stopped for turn in chat.turns] == [True]
+        assert chat.send("more").text == "b"
+
+
+def test_a_turn_that_was_stopped_and_is_not_read_any_more_gives_way() -> None:
+    with fake.serving(fake.drips(), fake.say("b")) as server:
+        chat = Chat(Client(server.url))
+        events = chat.stream("go on")
+        next(events)
+        with pytest.raises(ServingError, match="wait for it, or stop"):
+            chat.send("more")
+        chat.stop()
+        assert chat.send("more").text == "b"
+        assert list(events) == []
+        assert [turn.user for turn in chat.turns] == ["more"]
+
+
 def test_a_stopped_turn_keeps_its_text() -> None:
     with fake.serving(fake.drips("ab"), fake.say("c")) as server:
         chat = Chat(Client(server.url))
@@ -262,6 +390,21 @@ def test_a_chat_is_saved_and_read_again(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "again.json").read_text()) == data
     with pytest.raises(FileError):
         chat.save(tmp_path / "nowhere" / "chat.json")
+
+
+def test_what_no_file_can_hold_is_saved_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    with fake.serving(fake.say('{"n": "\\ud800"}')) as server:
+        chat = Chat(Client(server.url))
+        chat.send("n?", schema={"type": "object"})
+        chat.save(path, note="half \ud800 a sign")
+    read = read_conversation(path)
+    assert read.turns[0].value == {"n": "\ufffd"}
+    assert read.note == "half \ufffd a sign"
+    with pytest.raises(ServingError, match="note is text"):
+        chat.save(path, note=3)  # type: ignore[arg-type]
+    with pytest.raises(ServingError, match="system is a text"):
+        Chat(chat.client, system=3)  # type: ignore[arg-type]
 
 
 def test_a_file_that_is_no_chat_is_refused(tmp_path: Path) -> None:

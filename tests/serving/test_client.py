@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
 import signal
 import socket
@@ -16,8 +18,11 @@ from typing import Any
 import pytest
 
 from serving import openai_server as fake
+from serving.certificates import make_certificate
 from workbench.errors import ServingError
 from workbench.serving.api_key import ApiKey, find_key
+from workbench.serving.client import bounds
+from workbench.serving.client import reply as reply_module
 from workbench.serving.client.client import Client, ServedModel
 from workbench.serving.client.reply import Piece, Reply, Usage
 
@@ -293,6 +298,59 @@ def test_tool_calls_come_in_parts_and_interleaved() -> None:
     ]  # fmt: skip
 
 
+def asked_for(index: Any, identity: Any, name: Any, arguments: Any) -> Any:
+    function = {"name": name, "arguments": arguments}
+    given = {"index": index, "id": identity, "function": function}
+    return fake.delta(tool_calls=[{k: v for k, v in given.items() if v != "left out"}])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "calls"),
+    [
+        ([asked_for(None, None, "f", None)], [("call_0", "f", "")]),  # null is: not there
+        ([asked_for(0, None, None, None)], [("call_0", "", "")]),
+        # Servers that number every call 0, or none of them, tell them apart by id and name.
+        ([asked_for(0, "a", "f", "{}"), asked_for(0, "b", "g", "{1}")],
+         [("a", "f", "{}"), ("b", "g", "{1}")]),
+        ([asked_for("left out", "a", "f", "{}"), asked_for("left out", "b", "g", "{"),
+          asked_for("left out", None, None, "1}")], [("a", "f", "{}"), ("b", "g", "{1}")]),
+        ([asked_for(0, "a", "f", "{}"), asked_for(0, "b", "g", "{"), asked_for(1, "c", "h", "[]"),
+          asked_for(0, None, None, "1}")],
+         [("a", "f", "{}"), ("b", "g", "{1}"), ("c", "h", "[]")]),
+        # A new id alone is the same call: older servers made one for every part.
+        ([asked_for(0, "a", "f", "{"), asked_for(0, "b", None, "}")], [("a", "f", "{}")]),
+        ([asked_for(1, "b", "g", "{"), asked_for(0, "a", "f", "{}"), asked_for(1, "", "", "1}")],
+         [("a", "f", "{}"), ("b", "g", "{1}")]),
+    ],
+)  # fmt: skip
+def test_tool_calls_as_servers_number_them(chunks: list[Any], calls: list[Any]) -> None:
+    step = fake.stream(*chunks, fake.delta("tool_calls"))
+    with fake.serving(step) as server, Client(server.url) as client:
+        answer = client.chat("hello")
+        pieces = list(answer)
+    assert [(c.id, c.name, c.arguments) for c in answer.reply.tool_calls] == calls
+    for place, call in enumerate(answer.reply.tool_calls):  # pieces say which call they are of
+        assert "".join(p.text for p in pieces if p.index == place) == call.arguments
+
+
+def test_a_call_after_the_last_that_is_read() -> None:
+    many = [asked_for(0, f"i{n}", "f", "{}") for n in range(200)]
+    with fake.serving(fake.stream(*many, fake.delta("tool_calls"))) as server:
+        assert "more than 128 tool calls" in failing(server)
+
+
+def test_tokens_without_text_are_said() -> None:
+    """A server leaves special tokens out of the text, and counts them."""
+    silent = (fake.delta(role="assistant", content=""), fake.delta("length"))
+    steps = [fake.stream(*silent, fake.counts(5, 8)), fake.stream(*silent, fake.counts(5, 1)),
+             fake.say("a", "b")]  # fmt: skip
+    with fake.serving(*steps) as server, Client(server.url) as client:
+        replies = [client.chat("hello").finish() for _ in steps]
+    assert replies[0].text == ""
+    assert replies[0].notes[0].startswith("the server counted 8 tokens and gave no text")
+    assert [reply.notes for reply in replies[1:]] == [(), ()]
+
+
 def test_halves_of_signs_are_replaced() -> None:
     with fake.serving(fake.say("a\ud800b")) as server, Client(server.url) as client:
         assert client.chat("hello").finish().text == "a\ufffdb"
@@ -392,6 +450,8 @@ def test_a_server_here_is_reached_past_every_proxy(
         (fake.bytes_of(b"data: \xff\xfe\n\n"), "no JSON in the middle of the answer"),
         (fake.bytes_of(b"data: [1, 2]\n\n"), "malformed: a part of it is no JSON object"),
         (fake.bytes_of(b"data: 7\n\n"), "malformed"),
+        (fake.bytes_of(b'data: {"a": ' + b"9" * 10_000 + b"}\n\n"), "no JSON in the middle"),
+        (fake.bytes_of(b"data: " + b"[" * 100_000 + b"\n\n"), "no JSON in the middle"),
         (fake.bytes_of(b"hello\n\n"), "ended the stream with nothing in it"),
         (fake.bytes_of(b""), "ended"),
         (fake.stream({"choices": 3}), "choices are no list"),
@@ -405,6 +465,9 @@ def test_a_server_here_is_reached_past_every_proxy(
         (fake.stream(fake.delta(content="a"), done=False), "ended the stream with no finish"),
         (fake.stream(fake.delta(content="a"), {"error": {"message": "engine died"}}),
          "reports an error instead of the answer: engine died"),
+        (fake.stream({"error": "engine died"}),
+         "reports an error instead of the answer: engine died"),
+        (fake.document(b"x", code=500, kind="text/plain; charset=hex"), "failed (500)"),
         (fake.dies_after(fake.delta(content="a")), "ended the connection in the middle of the"),
         (fake.dies_after(), "ended the connection in the middle of the answer"),
     ],
@@ -421,6 +484,7 @@ def test_a_malformed_stream(step: fake.Step, words: str) -> None:
     [
         (fake.document(b"<html></html>", kind="text/html"), "no OpenAI-compatible server"),
         (fake.document(b"{", kind="application/json"), "no JSON in the middle"),
+        (fake.document(b"x", kind="text/plain; charset=rot13"), "no OpenAI-compatible server"),
         (fake.document([1]), "no OpenAI-compatible server"),
         (fake.document({"choices": []}), "ended the stream with no finish"),
     ],
@@ -580,6 +644,144 @@ def test_two_streams_at_once_are_stopped_apart() -> None:
         list(two)
 
 
+# -- what has no end ------------------------------------------------------------------------------
+
+
+def endless(data: bytes, kind: str = "text/event-stream", code: int = 200) -> fake.Step:
+    def write(to: fake.Answering) -> None:
+        to.send_response(code)
+        to.send_header("content-type", kind)
+        to.send_header("transfer-encoding", "chunked")
+        to.end_headers()
+        while True:
+            to.part(data)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (endless(b"x" * 50_000), "an event of more than"),
+        (endless(b"data: " + b"x" * 50_000 + b"\n"), "an event of more than"),
+        (endless(b": hello\n" * 5000), "an event of more than"),
+        (endless(b"x" * 50_000, code=500), "an answer of more than"),
+        (endless(f"data: {json.dumps(fake.delta(content='x' * 9000))}\n\n".encode()),
+         "an answer of more than 300,000 letters"),
+        (endless(f"data: {json.dumps(asked_for(0, None, None, 'x' * 9000))}\r\n\r\n".encode()),
+         "an answer of more than 300,000 letters"),
+    ],
+)  # fmt: skip
+def test_what_has_no_end_is_not_read_without_end(
+    step: fake.Step, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "EVENT", 400_000)
+    monkeypatch.setattr(bounds, "DOCUMENT", 400_000)
+    monkeypatch.setattr(reply_module, "LETTERS", 300_000)
+    with fake.serving(step) as server:
+        assert words in failing(server)
+        assert server.gone.wait(5)  # the connection is closed
+    whole = endless(b" " * 50_000, "application/json")
+    with fake.serving(whole, models=whole) as server, Client(server.url, model="tiny") as client:
+        with pytest.raises(ServingError, match="an answer of more than 400,000 bytes"):
+            client.chat("hello", stream=False)
+        with pytest.raises(ServingError, match="an answer of more than 400,000 bytes"):
+            client.models()
+
+
+def test_a_long_stream_of_short_events_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "EVENT", 1000)
+    monkeypatch.setattr(bounds, "DOCUMENT", 1000)
+    for blank in ("\n\n", "\r\n\r\n", "\r\r"):
+        chunks = [*[fake.delta(content="a")] * 300, fake.delta("stop")]
+        data = "".join(f"data: {json.dumps(chunk)}{blank}" for chunk in chunks).encode()
+
+        def write(to: fake.Answering, data: bytes = data) -> None:
+            to.begin()
+            for at in range(0, len(data), 97):  # events end anywhere within a piece
+                to.part(data[at : at + 97])
+            to.end()
+
+        with fake.serving(write) as server, Client(server.url) as client:
+            assert client.chat("hello").finish().text == "a" * 300
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+@pytest.mark.parametrize("code", [200, 500])
+def test_a_compressed_answer_is_not_unpacked(kind: str, code: int) -> None:
+    bomb = gzip.compress(b" " * 10_000_000)
+
+    def write(to: fake.Answering) -> None:
+        to.send_response(code)
+        to.send_header("content-type", kind)
+        to.send_header("content-encoding", "gzip")
+        to.send_header("content-length", str(len(bomb)))
+        to.end_headers()
+        to.wfile.write(bomb)
+
+    with fake.serving(write) as server:
+        assert "compressed form" in failing(server)
+
+
+# -- the client closed, and the environment -------------------------------------------------------
+
+
+def test_a_closed_client_ends_what_is_under_way_and_says_so() -> None:
+    steps = [fake.drips(), fake.waits(5, fake.say("late"))]
+    for step in steps:
+        with fake.serving(step) as server:
+            client = Client(server.url)
+            answer = client.chat("hello")
+            threading.Timer(0.3, client.close).start()
+            start = time.monotonic()
+            assert answer.finish().finish == "stopped"
+            assert time.monotonic() - start < 3
+            for ask in (client.models, client.chat("again").finish):
+                with pytest.raises(ServingError, match="was closed; make another"):
+                    ask()
+            client.close()
+            assert len(server.chats) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "scheme"),
+    [
+        ("HTTP_PROXY", "gopher://me:secret@x:1", "http"),
+        ("SSL_CERT_FILE", "/nowhere/at/all", "https"),
+        ("SSLKEYLOGFILE", "/nowhere/at/all", "https"),
+    ],
+)
+def test_an_environment_that_cannot_be_used(
+    name: str, value: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ServingError, match="proxies or certificates") as caught:
+        Client(f"{scheme}://192.0.2.1:8000", foreign=True)
+    assert "secret" not in str(caught.value)
+    Client("http://127.0.0.1:8000")  # hears nothing of it
+
+
+def test_a_proxy_that_is_dead_is_named_as_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with pytest.raises(ServingError, match="or the proxy that the environment names"):
+        Client("http://192.0.2.1:8000", foreign=True).models()
+
+
+def test_a_certificate_that_is_not_trusted_and_one_that_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    certificate = make_certificate(tmp_path)
+    with certificate.serving(b"", b'{"data": [{"id": "m"}]}') as url:
+        with pytest.raises(ServingError, match=r"not trusted .*nothing was sent there"):
+            Client(url).models()
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate.file))
+        assert Client(url).models() == (ServedModel(id="m"),)
+    with fake.serving() as server, pytest.raises(ServingError, match="does not speak https"):
+        Client(server.url.replace("http", "https")).models()
+
+
 # -- keys -----------------------------------------------------------------------------------------
 
 
@@ -612,6 +814,42 @@ def test_a_key_is_sent_and_shown_nowhere(
             assert number == 3 or SECRET not in caplog.text
         assert SECRET not in repr(client) + str(vars(client)) + str(vars(client._wire))
         assert server.asked[-1].headers["authorization"] == f"Bearer {SECRET}"
+
+
+def test_a_key_that_a_server_repeats_is_cut_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", SECRET)
+    half = len(SECRET) // 2
+    counts = fake.counts(5, 2) | {"usage": {"prompt_tokens": SECRET}}
+    step = fake.stream(
+        fake.delta(reasoning=f"I got {SECRET}."), fake.delta(content=SECRET[:half]),
+        fake.delta(content=f"{SECRET[half:]}!"), asked_for(0, SECRET, SECRET, f'"{SECRET}"'),
+        fake.delta(SECRET) | {"model": SECRET}, counts,
+    )  # fmt: skip
+    whole = {"choices": [{"message": {"content": SECRET}, "finish_reason": "stop"}]}
+    names = {"data": [{"id": SECRET}, {"id": "b"}]}
+    with fake.serving(step, fake.document(whole), models=names) as server:
+        with Client(server.url, model="tiny") as client:
+            answer = client.chat("hello")
+            pieces = list(answer)
+            reply = answer.reply
+            assert (reply.text, reply.reasoning) == ("…!", "I got ….")
+            assert SECRET not in f"{reply!r} {pieces!r}"
+            assert SECRET not in repr(client.chat("hello", stream=False))
+        with Client(server.url) as client, pytest.raises(ServingError) as caught:
+            client.chat("hello").finish()
+        assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [f"{SECRET} {SECRET}", f"{SECRET}\u00e9", f"{SECRET}\r\nX: y"])
+def test_a_key_that_is_none_stands_in_no_frame_of_the_traceback(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", value)
+    monkeypatch.setattr("workbench.serving.api_key.getpass", lambda _: value)
+    for given in ("MY_KEY", "ask"):
+        with pytest.raises(ServingError, match="blanks or signs") as caught:
+            Client("http://127.0.0.1:8000", key=given)
+        assert SECRET not in everything(caught.value)
 
 
 def test_where_a_key_may_be_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,8 @@ def test_several_models_on_one_page_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ['quo"ted', "back\\slash", "new\nline", "cur}ly{", "a,b=c", "<script>", "模型 🦊"]
+    "name",
+    ['quo"ted', "back\\slash", "new\nline", "cur}ly{", "a,b=c", "<script>", "模型 🦊", "a # {b} 3"],
 )
 def test_a_name_may_be_anything(name: str) -> None:
     server = PretendServer(model=name)
@@ -166,9 +167,10 @@ def test_exemplars_and_times_behind_values_are_left_out() -> None:
     text = server.page()
     timed = re.sub(r"(?m)^(vllm:.*)$", r"\1 1764500000000", text)
     assert read_page(timed) == read_page(text)
-    marked = re.sub(r"(?m)^(vllm:.*_bucket.*)$", r'\1 # {trace_id="9f3a"} 0.67', text)
-    assert marked != text
-    assert read_page(marked) == read_page(text)
+    for exemplar in ('{trace_id="9f3a"} 0.67', '{trace_id="a}b # {c"} 0.67 1.5'):
+        marked = re.sub(r"(?m)^(vllm:.*_bucket.*)$", rf"\1 # {exemplar}", text)
+        assert marked != text
+        assert read_page(marked) == read_page(text)
 
 
 def test_what_is_outside_of_vllm_is_not_read_at_all() -> None:
@@ -191,7 +193,7 @@ def changed(text: str, series: str, value: str) -> str:
 LABELS = 'engine="0",model_name="beam-tiny"'
 
 
-@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1.0"])
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1.0", "1e308"])
 def test_a_gauge_that_is_no_number_is_said_to_be_unusable(value: str) -> None:
     text = realistic().page()
     page = read_page(changed(text, f"vllm:kv_cache_usage_perc{{{LABELS}}}", value))
@@ -199,7 +201,7 @@ def test_a_gauge_that_is_no_number_is_said_to_be_unusable(value: str) -> None:
     assert page.engines["0"].gauges == {"running": 12, "waiting": 3}
 
 
-@pytest.mark.parametrize("value", ["NaN", "+Inf", "-3.0", "2.5"])
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-3.0", "2.5", "9007199254740992", "1e308"])
 def test_a_count_that_is_none_is_left_out_and_named(value: str) -> None:
     text = realistic().page()
     page = read_page(changed(text, f"vllm:prompt_tokens_total{{{LABELS}}}", value))
@@ -218,6 +220,21 @@ def test_a_histogram_that_contradicts_itself_is_left_out_and_named() -> None:
     page = read_page(changed(text, total, "NaN"))
     assert page.engines["0"].histograms["ttft"].seconds is None
     assert page.engines["0"].histograms["ttft"].cumulative[-1] == 40
+
+
+@pytest.mark.parametrize("bound", ["-Inf", "-1.0", "1e308", "NaN", "x"])
+def test_a_bound_that_is_no_time_makes_a_histogram_unusable(bound: str) -> None:
+    text = realistic().page().replace('le="0.001"', f'le="{bound}"')
+    page = read_page(text)
+    assert page.unusable == ("ttft",)
+    assert "e2e" in page.engines["0"].histograms
+
+
+def test_a_sum_of_times_that_is_none_is_unknown() -> None:
+    series = f"vllm:time_to_first_token_seconds_sum{{{LABELS}}}"
+    for value in ("1.7e308", "-1.0", "+Inf"):
+        page = read_page(changed(realistic().page(), series, value))
+        assert page.engines["0"].histograms["ttft"].seconds is None, value
 
 
 def test_large_counts_keep_their_last_digit() -> None:
@@ -261,6 +278,16 @@ def test_what_came_instead_is_said_in_one_sentence(page: bytes, words: str) -> N
     assert said.startswith("http://127.0.0.1:8000/metrics ")
     assert said.isprintable()
     assert len(said) < 300
+
+
+def test_more_engines_or_letters_than_a_page_has_are_refused() -> None:
+    line = 'vllm:num_requests_running{engine="%s"} 1\n'
+    with pytest.raises(ServingError, match="1,025 engines"):
+        read_page("".join(line % number for number in range(1025)))
+    assert len(read_page("".join(line % number for number in range(64))).engines) == 64
+    with pytest.raises(ServingError, match="labels that cannot be read") as caught:
+        read_page(line % ("x" * 10**6))  # they would be kept
+    assert len(str(caught.value)) < 200
 
 
 def test_more_series_than_any_engine_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import socket
+import sys
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from serving.certificates import Certificate, make_certificate
 from serving.metrics_pages import PretendServer, realistic, wait_until
 from serving.metrics_server import Child, Scripted, serving
 from workbench.errors import ServingError
@@ -37,6 +40,11 @@ def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_thread_is_left() -> Iterator[None]:
     yield
     wait_until(lambda: not [t for t in threading.enumerate() if t.name == "workbench-monitor"])
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 def answering(status: int = 200, body: bytes = b"", **headers: str) -> Scripted:
@@ -151,6 +159,18 @@ def test_the_newest_are_kept_and_all_are_counted() -> None:
         assert monitor.since(monitor.seen) == ([], monitor.seen)
 
 
+def test_of_many_engines_fewer_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "KEEP_ENGINES", 10)
+    pages = [PretendServer(engines=("0", "1", "2", "3"), further=False).page, realistic().page]
+    for page, kept in ((pages[0], 2), (pages[1], 7)):
+        with serving(page) as server, Monitor(server.url, hertz=20, keep=7) as monitor:
+            monitor.wait(9, 20)
+            monitor.stop()
+            assert len(monitor.samples) == kept
+            new, seen = monitor.since(monitor.seen - 5)
+            assert (len(new), seen) == (min(5, kept), monitor.seen)
+
+
 def test_listeners_hear_every_sample_until_they_leave_or_fail() -> None:
     heard: list[Sample] = []
     failed: list[Sample] = []
@@ -174,6 +194,21 @@ def test_listeners_hear_every_sample_until_they_leave_or_fail() -> None:
         assert heard == monitor.samples[first : first + len(heard)]
         assert len(failed) == 1
         assert monitor.error is None
+
+
+def test_a_listener_that_exits_ends_itself_and_not_the_monitor() -> None:
+    heard: list[int] = []
+
+    def leaves(sample: Sample) -> None:
+        heard.append(1)
+        sys.exit(3)
+
+    page = PretendServer(further=False).page
+    with serving(page) as server, Monitor(server.url, hertz=20) as monitor:
+        monitor.listen(leaves)
+        monitor.wait(monitor.seen + 3, 20)
+        assert monitor.running
+    assert heard == [1]
 
 
 def test_a_monitor_that_nobody_holds_ends() -> None:
@@ -370,7 +405,7 @@ def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
     monkeypatch.setenv(scrape.KEY_VARIABLE, "sk-line\r\nX-Evil: 1")
     with answering(200) as server:
         error = first_error(server.url)
-        assert "characters that no key has" in error
+        assert "signs that no header takes" in error
         assert "Evil" not in error
         assert server.paths == []
 
@@ -388,9 +423,11 @@ def test_a_server_that_repeats_the_key_is_not_read(monkeypatch: pytest.MonkeyPat
 def test_no_key_goes_over_plain_http_to_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(scrape.KEY_VARIABLE, KEY)
     away = Address.of("http://example.org", foreign=True)
-    assert scrape._key(away) == ""
-    assert scrape._key(Address.of("https://example.org", foreign=True)) == KEY
-    assert scrape._key(Address.of("http://127.0.0.1")) == KEY
+    assert scrape._key(away) is None
+    for near in (Address.of("https://example.org", foreign=True), Address.of("http://127.0.0.1")):
+        found = scrape._key(near)
+        assert found is not None
+        assert found.header == f"Bearer {KEY}"
 
 
 def test_without_a_key_none_is_sent() -> None:
@@ -466,7 +503,7 @@ def test_what_speaks_no_http_is_told_apart() -> None:
         assert "closed the connection without an answer" in error
     with raw_server(lambda c: c.sendall(b"x")) as server:
         error = first_error(f"https://127.0.0.1:{server.getsockname()[1]}")
-        assert "cannot be reached" in error or "closed" in error
+        assert "does not speak https" in error or "closed" in error
 
 
 @pytest.mark.parametrize("part", ["head", "body", "to the end"])
@@ -509,6 +546,78 @@ def test_a_connection_is_kept_and_made_anew_where_the_server_closed_it() -> None
             assert scraper.get("/metrics").body == page
         scraper.close()
     assert 2 <= len(accepted) <= 4
+
+
+def test_a_connection_that_the_server_closes_each_time_can_be_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of HTTP/1.0 the library opens the next connection by itself, unless it is done here."""
+    monkeypatch.setattr(scrape, "WHOLE_SECONDS", 0.4)
+    page = PretendServer(further=False).page().encode()
+    asked: list[int] = []
+
+    def answer(connection: socket.socket) -> None:
+        asked.append(1)
+        connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+        if len(asked) == 1:
+            connection.sendall(page)
+            return
+        for _ in range(200):
+            connection.sendall(b"x")
+            time.sleep(0.02)
+
+    with raw_server(answer) as server:
+        scraper = Scraper(Address.of(f"http://127.0.0.1:{server.getsockname()[1]}"))
+        assert scraper.get("/metrics").body == page
+        begin = time.monotonic()
+        with pytest.raises(ServingError, match="did not answer in time"):
+            scraper.get("/metrics")
+        assert time.monotonic() - begin < 2
+        monkeypatch.setattr(scrape, "WHOLE_SECONDS", 30)
+        threading.Timer(0.2, scraper.abort).start()
+        begin = time.monotonic()
+        with pytest.raises(ServingError):
+            scraper.get("/metrics")
+        assert time.monotonic() - begin < 2
+        scraper.close()
+
+
+def test_a_certificate_that_is_not_trusted_and_one_that_is(
+    monkeypatch: pytest.MonkeyPatch, certificate: Certificate
+) -> None:
+    page = PretendServer(further=False).page().encode()
+    with certificate.serving(page, b"{}") as url:
+        assert "a certificate that is not trusted" in first_error(url)
+        plain = Scraper(Address.of(url.replace("https", "http")))
+        with pytest.raises(ServingError, match="closed the connection"):
+            plain.get("/metrics")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate.file))
+        trusting = Scraper(Address.of(url))
+        assert trusting.get("/metrics").body == page
+        trusting.close()
+    with serving(PretendServer(further=False).page) as server:
+        assert "does not speak https" in first_error(server.url.replace("http", "https"))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [(500, {}, b""), (200, {"Content-Encoding": "gzip"}, b"x"), (302, {"Location": "x"}, b""),
+     (200, {"Content-Length": "99", "Connection": "close"}, b"x"), None],
+)  # fmt: skip
+@pytest.mark.parametrize("times", [100, pytest.param(1000, marks=pytest.mark.full)])
+def test_scrapes_that_fail_leave_nothing_open(answer: Any, times: int) -> None:
+    def left() -> int:
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    with Scripted(lambda path: answer) as server:
+        scraper = Scraper(Address.of(server.url if answer else "http://127.0.0.1:1"))
+        before, threads = left(), threading.active_count()
+        for _ in range(times):
+            with pytest.raises(ServingError):
+                scraper.get("/metrics")
+        scraper.close()
+        wait_until(lambda: left() <= before and threading.active_count() <= threads)
 
 
 @pytest.mark.parametrize(

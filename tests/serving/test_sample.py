@@ -20,7 +20,7 @@ from serving.metrics_pages import Counted, PretendServer, bucketed, realistic
 from workbench.serving.monitor.intervals import Intervals, Total, pooled, rate, runs, together
 from workbench.serving.monitor.metrics_page import read_page
 from workbench.serving.monitor.sample import COUNTS, SPREADS, Sample
-from workbench.serving.monitor.spread import Spread, duration, spread_sum
+from workbench.serving.monitor.spread import Percentile, Spread, duration, spread_sum
 from workbench.spec.metrics import Tally
 from workbench.spec.step import RequestStep
 
@@ -585,13 +585,22 @@ def test_a_sample_is_the_same_after_json() -> None:
         {"accepted_at": "12"}, {"accepted_at": [1, -2]}, {"ttft": {"buckets": [[0, 1]]}},
         {"ttft": {"buckets": [[1, 0, 2]], "seconds": 0}}, {"ttft": 3}, {"engine": 4},
         {"engines": [{"at": 1}]}, {"finished": [1]}, {"kv_usage": -0.1}, {"model": 4},
-        {"missed": "many"},
+        {"missed": "many"}, {"at": 1e300}, {"seconds": 1e300}, {"seconds": 5e-324},
+        {"ttft": {"buckets": [[0, 1e308, 5]], "seconds": 1}},
+        {"ttft": {"buckets": [[0, 1, 5]], "seconds": 1.7e308}},
     ],
 )  # fmt: skip
 def test_what_is_no_sample_is_refused(wrong: dict[str, Any]) -> None:
     data = Sample(at=1.0, seconds=0.5).to_dict()
     with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
         Sample.from_dict(data | wrong)
+
+
+def test_a_bucket_of_exactly_zero_and_one_of_nothing() -> None:
+    kept = Spread.from_dict({"buckets": [[0, 0, 4], [0, 1, 0], [1, None, 2]], "seconds": 0})
+    assert kept.buckets == ((0.0, 0.0, 4), (1.0, inf, 2))
+    assert kept.percentile(0.5) == Percentile(seconds=0.0)
+    assert Spread.from_dict(kept.to_dict()) == kept
 
 
 def test_figures_are_numbers_or_none() -> None:

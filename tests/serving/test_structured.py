@@ -103,6 +103,7 @@ def test_an_answer_that_asks_for_a_tool_is_not_parsed_yet() -> None:
         (fake.say('{"parts": [], "how": "post", "x": 1}'), "'x' was unexpected"),
         (fake.say('{"parts": [{"name": "a"}], "how": "post"}'), "parts[0]: 'colour' is a required"),
         (fake.say("NaN"), "NaN is no JSON"),
+        (fake.say("1e400"), "1e400 is beyond a float"),
         (fake.document({"error": {"message": "Grammar error: too complex"}}, code=400),
          "refuses the request (400): Grammar error"),
     ],
@@ -112,6 +113,18 @@ def test_an_answer_that_is_none_is_said(step: fake.Step, words: str) -> None:
         asked_for(Order, step)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_are_too_long_to_be_compared_are_said() -> None:
+    with pytest.raises(ServingError, match="too long to be compared"):
+        asked_for({"type": "integer", "multipleOf": 0.5}, fake.say("9" * 400))
+
+
+def test_halves_of_signs_in_a_value_are_replaced() -> None:
+    value, _ = asked_for(
+        {"type": "object"}, fake.say('{"a\\ud800": ["\\udfff", "\\ud83d\\ude00"]}')
+    )
+    assert value == {"a\ufffd": ["\ufffd", "\U0001f600"]}  # a pair is one sign
 
 
 def test_a_class_that_refuses_its_values_is_said() -> None:

@@ -328,6 +328,20 @@ def test_what_a_tool_returns_is_text_or_json() -> None:
     def record() -> Route:
         return Route("a", [Point(1)])
 
+    class Words(str):
+        def __len__(self) -> int:
+            raise RuntimeError("not a length")
+
+    def words() -> str:
+        return Words("a\ud800")
+
+    def echo(x: str) -> str:
+        assert x.encode()  # what a model escapes by halves is whole here
+        return x
+
+    assert call(words).content == "a\ufffd"
+    assert call(echo, '{"x": "a\\ud800b"}').content == "a\ufffdb"
+
     assert call(text).content == 'naïve "text"'
     assert call(text, "").content == 'naïve "text"'  # no arguments at all
     assert json.loads(call(record).content)["points"] == [{"x": 1, "y": 0.0}]
@@ -363,6 +377,48 @@ def recurses() -> None:
     recurses()
 
 
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def raises_in_silence() -> None:
+    raise SilentError
+
+
+def interrupts() -> None:
+    raise KeyboardInterrupt
+
+
+@dataclass
+class Lazy:
+    """Works its field out when somebody looks, and fails."""
+
+    field: int = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "field":
+            raise OSError("the disk is gone")
+        return object.__getattribute__(self, name)
+
+
+def gives_what_fails_later() -> Lazy:
+    return Lazy()
+
+
+class Items(dict[str, int]):
+    def items(self) -> Any:
+        raise OSError("the disk is gone")
+
+
+def gives_items_that_fail() -> dict[str, int]:
+    return Items(a=1)
+
+
+def half(x: float) -> float:
+    return x / 2
+
+
 @dataclass
 class Positive:
     n: int
@@ -386,6 +442,12 @@ def takes_positive(p: Positive) -> int:
         (gives_itself, "{}", "returned what is no JSON"),
         (gives_much, "{}", "returned 200,000 letters, and 100,000 is the most"),
         (recurses, "{}", "RecursionError"),
+        (raises_in_silence, "{}", "raised SilentError: a SilentError without a text"),
+        (interrupts, "{}", "interrupts raised KeyboardInterrupt"),
+        (gives_what_fails_later, "{}", "no JSON (the disk is gone)"),
+        (gives_items_that_fail, "{}", "no JSON (the disk is gone)"),
+        (half, '{"x": 1e400}', "1e400 is beyond a float"),
+        (half, '{"x": ' + "9" * 400 + "}", "too large for a float"),
         (takes_positive, '{"p": {"n": -1}}', "do not fit: Positive does not take it: n must be"),
     ],
 )

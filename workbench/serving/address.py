@@ -73,6 +73,12 @@ class Address:
             port=port or _PORTS[parts.scheme],
             path=path.rstrip("/"),
         )
+        if made.host in ("0.0.0.0", "::") and not foreign:  # what servers say of themselves
+            raise ServingError(
+                f"{made.host} is not this machine alone, it is every network of one; to ask a "
+                "server here give http://127.0.0.1 with its port, to listen there say foreign=True "
+                "(--foreign)"
+            )
         if not (foreign or made.loopback):
             raise ServingError(
                 f"{made.host} is not this machine; say foreign=True (--foreign) if it is meant, or "

@@ -29,12 +29,15 @@ class ApiKey:
         Raises:
             ServingError: it is empty, or cannot stand in a header.
         """
-        if not secret or not all(33 <= ord(sign) < 127 for sign in secret):
+        self.source = source  # first: a frame of a traceback may show what was half made
+        sound = bool(secret) and all(33 <= ord(sign) < 127 for sign in secret)
+        if not sound:
+            del secret  # a traceback may be shown with the names and values of its frames
             where = "typed" if source == ASK else f"in {source}"
             raise ServingError(
                 f"the key {where} is empty or has blanks or signs that no header takes; set it anew"
             )
-        self._secret, self.source = secret, source
+        self._secret = secret
 
     def __repr__(self) -> str:
         return f"ApiKey(from {self.source})"
@@ -46,6 +49,10 @@ class ApiKey:
     def header(self) -> str:
         """The value of the ``Authorization`` header."""
         return f"Bearer {self._secret}"
+
+    def within(self, data: bytes) -> bool:
+        """Whether the key stands in what a server sent."""
+        return len(self._secret) >= _SHORTEST and self._secret.encode() in data
 
     def hide(self, text: str) -> str:
         """``text`` without the key: a server may repeat what it was sent."""
@@ -69,18 +76,18 @@ def find_key(given: str | None) -> ApiKey | None:
         try:
             return ApiKey(getpass("API key: ").strip(), ASK)
         except (EOFError, OSError):
-            raise ServingError(
-                f"there is nobody to ask for a key; set the environment variable {VARIABLE}"
-            ) from None
+            pass
+        raise ServingError(
+            f"there is nobody to ask for a key; set the environment variable {VARIABLE}"
+        )
     if not isinstance(given, str) or not _NAME.fullmatch(given):
-        # Perhaps it is a key: it is not repeated.
+        del given  # perhaps it is a key: it is not repeated, in no frame of a traceback either
         raise ServingError(
             "key is the name of an environment variable, in capitals, or 'ask' for a prompt; a key "
             "itself does not belong into a notebook"
         )
-    secret = os.environ.get(given, "").strip()
-    if not secret:
+    if not os.environ.get(given, "").strip():
         if given == VARIABLE:
             return None
         raise ServingError("the environment variable that key names is not set; set it before")
-    return ApiKey(secret, given)
+    return ApiKey(os.environ[given].strip(), given)

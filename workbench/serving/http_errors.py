@@ -6,8 +6,10 @@ What a server says is passed on, printable and short, and without the key that i
 from __future__ import annotations
 
 import json
+import ssl
 from dataclasses import dataclass
 from typing import Any
+from urllib.request import getproxies
 
 from workbench.serving.address import Address
 from workbench.serving.api_key import VARIABLE, ApiKey
@@ -56,14 +58,22 @@ class Sentences:
         if isinstance(error, openai.APIStatusError):
             return self._refused(error)
         if isinstance(error, openai.APIError):  # in the middle of a stream
-            said = self.quote(error.message)
+            body = error.body if isinstance(error.body, dict) else {"error": error.body}
+            said = self.quote(_said(body) or error.message)
             return f"{self.address} reports an error instead of {doing}: {said}"
-        if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
+        if isinstance(error, ValueError | RecursionError):  # a number may be too long, too
             return (
                 f"{self.address} sent what is no JSON in the middle of {doing} "
                 f"({self.quote(error, 80)}); is it an OpenAI-compatible server?"
             )
         return None
+
+    def unknown(self, error: Exception, doing: str) -> str:
+        """About an error that nobody thought of: whatever a server can do, it is a sentence."""
+        return (
+            f"{self.address} sent what could not be read in the middle of {doing} "
+            f"({type(error).__name__}: {self.quote(error, 80)}); please report it"
+        )
 
     def _late(self, error: Exception, doing: str) -> str:
         import httpx2
@@ -81,6 +91,13 @@ class Sentences:
         cause = error.__cause__
         why = self.quote(cause or error, 120)
         if isinstance(cause, httpx2.ConnectError):
+            if (refused := _within(cause, ssl.SSLError)) is not None:
+                return certificate(self.address, refused)
+            if not self.address.loopback and getproxies():
+                return (
+                    f"{self.address}, or the proxy that the environment names on the way there, "
+                    f"cannot be reached ({why}); is the server up, and the proxy meant?"
+                )
             return f"nothing answers at {self.address} ({why}); is the server up? {_START}"
         if isinstance(cause, httpx2.ProxyError | httpx2.UnsupportedProtocol):
             return f"{self.address} cannot be reached ({why}); check the proxy"
@@ -114,6 +131,31 @@ class Sentences:
         if code >= 500:
             return f"{self.address} failed ({code}){words}; look into the server's log"
         return f"{self.address} refuses the request ({code}){words}"
+
+
+def _within(error: BaseException, kind: type[Exception]) -> Exception | None:
+    """The error of this kind from which another one came."""
+    seen: BaseException | None = error
+    for _ in range(8):
+        if seen is None or isinstance(seen, kind):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def certificate(address: Address, error: Exception) -> str:
+    """About an encrypted connection that could not be made."""
+    reason = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error)
+    why = short(reason, 120)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"{address} has a certificate that is not trusted ({why}), and nothing was sent there; "
+            "name its authority's file in SSL_CERT_FILE, or forward its port here with ssh -L"
+        )
+    return (
+        f"{address} does not speak https as it should ({why}); is the scheme right? A server "
+        "without a certificate is http://"
+    )
 
 
 def _said(body: object) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
 from workbench.errors import ServingError
@@ -21,6 +23,7 @@ from workbench.serving.client.reply import STOPPED, Piece, Reply, ToolCall
 from workbench.serving.client.tools import Tool, ToolResult, run, toolbox
 
 MAX_ROUNDS = 8
+_BUSY = "a turn is still under way; wait for it, or stop() it"
 Event = Piece | Reply | ToolResult
 
 
@@ -53,11 +56,13 @@ class Chat:
     ) -> None:
         if type(max_rounds) is not int or max_rounds < 0:
             raise ServingError(f"max_rounds is a whole number, not {max_rounds!r:.40}")
+        if system is not None and not isinstance(system, str):
+            raise ServingError(f"system is a text, not {system!r:.40}")
         self.client, self.system, self.max_rounds = client, system, max_rounds
         self.settings = settings or ChatSettings()
         self.tools = toolbox(tools)
         self._turns: list[Turn] = []
-        self._busy = threading.Lock()
+        self._held: dict[str, weakref.ref[_Held]] = {}  # the turn that is under way
         self._stop = threading.Event()
         self._stream: Stream | None = None
 
@@ -72,7 +77,8 @@ class Chat:
     @property
     def busy(self) -> bool:
         """Whether a turn is under way."""
-        return self._busy.locked()
+        held = self._held.get("turn", _nothing)()
+        return held is not None and not held.over
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -110,8 +116,12 @@ class Chat:
             ServingError: the server, a setting, the answer; the history is as it was before.
         """
         turn: list[Turn] = []
-        for _ in self.stream(text, schema=schema, ended=turn.append, **settings):
-            pass
+        events = self.stream(text, schema=schema, ended=turn.append, **settings)
+        try:
+            for _ in events:
+                pass
+        finally:
+            events.close()
         return turn[0]
 
     def stream(
@@ -121,7 +131,7 @@ class Chat:
         schema: Any = None,
         ended: Callable[[Turn], object] | None = None,
         **settings: Any,
-    ) -> Iterator[Event]:
+    ) -> _Held:
         """The same piece by piece: pieces, then the answer they make up, then what came of each
         tool call it asked for, and so on. Leaving the loop early drops the turn.
 
@@ -138,10 +148,10 @@ class Chat:
         except TypeError:
             known = ", ".join(ChatSettings.__dataclass_fields__)
             raise ServingError(f"the settings of a turn are {known}") from None
-        if not self._busy.acquire(blocking=False):
-            raise ServingError("a turn is still under way; wait for it, or stop() it")
+        held = _Held(self._turn(text, schema, asked, ended))
+        self._take(held)
         self._stop.clear()
-        return _Held(self._turn(text, schema, asked, ended), self._busy)
+        return held
 
     def stop(self) -> None:
         """End the turn that is under way, from any thread.
@@ -160,14 +170,26 @@ class Chat:
         Raises:
             ServingError: there is none, or one is under way.
         """
-        if not self._busy.acquire(blocking=False):
-            raise ServingError("a turn is still under way; wait for it, or stop() it")
-        try:
-            if not self._turns:
-                raise ServingError("there is no turn to take back")
-            return self._turns.pop()
-        finally:
-            self._busy.release()
+        if self.busy:
+            raise ServingError(_BUSY)
+        if not self._turns:
+            raise ServingError("there is no turn to take back")
+        return self._turns.pop()
+
+    def _take(self, held: _Held) -> None:
+        """Make this the turn that is under way.
+
+        No lock is held meanwhile: an interrupt may come between any two steps, and one that was
+        never released would end the chat. One turn of two that begin at once gets the place.
+        """
+        before = self._held.get("turn", _nothing)()
+        if before is not None and self._stop.is_set():
+            before.close()  # a turn that was stopped, and that nobody reads any more
+        if not self.busy:
+            self._held.pop("turn", None)
+        mine = weakref.ref(held)
+        if self._held.setdefault("turn", mine) is not mine:
+            raise ServingError(_BUSY)
 
     def _turn(
         self,
@@ -204,6 +226,9 @@ class Chat:
                 told = {"role": "tool", "tool_call_id": call.id, "content": result.content}
                 messages.append(told)
                 yield result
+            if asked.extra.get("tool_choice") not in (None, "none"):
+                # What forces a call would force one after every result: the turn would not end.
+                asked = replace(asked, extra={**asked.extra, "tool_choice": "auto"})
         last = replies[-1]
         messages.append({"role": "assistant", "content": last.text})
         turn = Turn(
@@ -216,31 +241,36 @@ class Chat:
 
 
 class _Held(Iterator[Event]):
-    """Events of a turn, which hold the chat until they are over, or nobody wants them any more."""
+    """Events of a turn, which hold the chat until they are over, or nobody wants them any more.
 
-    def __init__(self, events: Generator[Event, None, None], busy: threading.Lock) -> None:
-        self._events, self._busy, self._over = events, busy, False
+    Attributes:
+        over: nothing comes any more.
+    """
+
+    def __init__(self, events: Generator[Event, None, None]) -> None:
+        self.over = False
+        self._events = events
 
     def __next__(self) -> Event:
-        if self._over:
-            raise StopIteration
         try:
+            if self.over:
+                raise StopIteration
             return next(self._events)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ValueError) and getgeneratorstate(self._events) == GEN_RUNNING:
+                raise ServingError("this turn is being read in another thread already") from None
             self.close()
             raise
 
     def close(self) -> None:
-        """Let go; what has not ended is dropped."""
-        if not self._over:
-            self._over = True
-            try:
-                self._events.close()
-            finally:
-                self._busy.release()
+        """Let go; what has not ended is dropped. One that is read at this moment goes on."""
+        if not self.over and getgeneratorstate(self._events) != GEN_RUNNING:
+            self.over = True
+            self._events.close()
 
-    def __del__(self) -> None:
-        self.close()
+
+def _nothing() -> None:
+    """What a turn that is gone is."""
 
 
 def _asking(reply: Reply) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any, Literal, get_args
 
 from workbench.errors import ServingError
@@ -50,6 +49,9 @@ class ChatSettings:
             )
         if not isinstance(self.extra, Mapping) or any(not isinstance(k, str) for k in self.extra):
             raise ServingError("extra holds further fields of the request by their names")
+        template = self.extra.get("chat_template_kwargs")
+        if template is not None and not isinstance(template, Mapping):
+            raise ServingError("chat_template_kwargs in extra holds values by their names")
         if taken := sorted(_TAKEN & self.extra.keys()):
             raise ServingError(f"{', '.join(taken)} cannot be given in extra; it has a place")
 
@@ -75,8 +77,8 @@ class ChatSettings:
 def _number(name: str, value: object, words: str, fits: Any) -> None:
     if value is None:
         return
-    sound = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if not sound or not fits(value):
+    # What fits has both ends: no infinity does, and not-a-number never.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not fits(value):
         raise ServingError(f"{name} is a number {words}, not {value!r:.40}")
 
 

@@ -24,6 +24,7 @@ from workbench.serving.client.tools import Tool, toolbox
 from workbench.serving.client.wire import Cut, Wire
 
 TIMEOUT = 120.0  # seconds of silence; a long prompt on a busy server takes that long to read
+LONGEST_TIMEOUT = 604_800
 Messages = str | Sequence[Mapping[str, Any]]
 
 
@@ -64,8 +65,12 @@ class Client:
         foreign: bool = False,
         timeout: float = TIMEOUT,
     ) -> None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-            raise ServingError(f"timeout is a number of seconds above 0, not {timeout!r:.40}")
+        number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if not number or not 0 < timeout <= LONGEST_TIMEOUT:
+            raise ServingError(
+                f"timeout is a number of seconds above 0, at most {LONGEST_TIMEOUT:,} (a week), "
+                f"not {timeout!r:.40}"
+            )
         self.address = Address.of(address, foreign=foreign)
         self.timeout = float(timeout)
         self._model = model
@@ -82,7 +87,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close what is open; the client is of no use after that."""
+        """End what is under way, as :meth:`Stream.stop` does; the client is of no use after it."""
         self._wire.close()
 
     def models(self) -> tuple[ServedModel, ...]:
@@ -281,7 +286,7 @@ class Stream:
     def _finished(self) -> Reply:
         # What had ended before it was cut is a whole answer.
         stopped = self._collector.finish is None
-        reply = self._collector.reply(stopped=stopped)
+        reply = self._collector.reply(stopped=stopped).map_text(self._client._wire.hide)
         if self._shape is None or stopped or reply.tool_calls:
             return reply
         return replace(reply, value=parse(reply, self._shape))

@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.errors import ServingError
 from workbench.files import expand, write_whole
-from workbench.serving.client.json_check import read_json, short, to_json
+from workbench.serving.client.json_check import read_json, short, to_json, without_surrogates
 from workbench.serving.client.reply import STOPPED, Reply, Speculation, Timing, ToolCall, Usage
 from workbench.serving.client.tools import ToolResult
 
@@ -103,9 +103,15 @@ class Conversation:
 
         Raises:
             FileError: the file cannot be written.
+            ServingError: the note, or what the model is told, is no text.
         """
+        for name, said in (("note", note), ("system", self.system or "")):
+            if not isinstance(said, str):
+                raise ServingError(f"{name} is text, not {said!r:.40}")
         kept = dataclasses.replace(self, note=note or self.note)
-        write_whole(expand(path), f"{to_json(kept.to_dict())}\n".encode())
+        # Halves of signs may stand in what the user typed.
+        text = without_surrogates(to_json(kept.to_dict()))
+        write_whole(expand(path), f"{text}\n".encode())
 
 
 def read_conversation(path: str | os.PathLike[str]) -> Conversation:

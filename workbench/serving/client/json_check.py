@@ -7,6 +7,7 @@ import json
 import re
 from enum import Enum
 from importlib import import_module
+from math import isfinite
 from typing import Any
 
 from workbench.errors import ServingError
@@ -14,12 +15,17 @@ from workbench.terminal import printable
 
 JsonSchema = dict[str, Any]
 _HALVES = re.compile("[\ud800-\udfff]")
+_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 _LONGEST = 300  # letters of an error that is somebody else's
 
 
 def short(text: object, most: int = _LONGEST) -> str:
     """Text of a model, a server or a tool for a message: one line, printable, not long."""
-    line = " ".join(printable(str(text)).split())
+    try:
+        words = str.__str__(str(text))
+    except Exception:  # an error of the user's own, whose text is worked out and fails
+        words = f"a {type(text).__name__} without a text"
+    line = " ".join(printable(words).split())
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
@@ -29,15 +35,34 @@ def without_surrogates(text: str) -> str:
 
 
 def read_json(text: str) -> Any:
-    """Strict JSON: not-a-number and infinity are refused.
+    """Strict JSON: not-a-number and infinity are refused, also as ``1e400``; halves of signs are
+    replaced, so that what is read can be written again.
 
     Raises:
         ValueError: it is no JSON, or nested deeper or with longer numbers than Python reads.
     """
     try:
-        return json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_refuse, parse_float=_real)
+        return _whole_signs(value) if _ESCAPED.search(text) or _HALVES.search(text) else value
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _whole_signs(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_surrogates(value)
+    if isinstance(value, list):
+        return [_whole_signs(one) for one in value]
+    if isinstance(value, dict):
+        return {without_surrogates(name): _whole_signs(one) for name, one in value.items()}
+    return value
+
+
+def _real(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text:.40} is beyond a float")
+    return value
 
 
 def _refuse(constant: str) -> None:
@@ -99,6 +124,8 @@ def problem(value: Any, schema: JsonSchema | bool) -> str | None:
         found = import_module("jsonschema").exceptions.best_match(checking.iter_errors(value))
     except RecursionError:
         return "it, or its schema, is nested too deeply"
+    except OverflowError:
+        return "it has a number that is too long to be compared"
     except import_module("referencing").exceptions.Unresolvable as error:
         raise ServingError(
             f"the JSON schema refers to {short(error, 120)}, which is not in it; put it under $defs"

@@ -179,7 +179,10 @@ def build(hint: Any, value: Any) -> Any:
     if (meant := _alias(hint)) is not None:
         return build(meant, value)
     if hint is int or hint is float:
-        return hint(value)  # JSON does not tell 3 from 3.0
+        try:
+            return hint(value)  # JSON does not tell 3 from 3.0
+        except OverflowError:
+            raise ServingError("a number in it is too large for a float") from None
     if origin is Literal:
         return next(
             a for a in args if a == value and isinstance(a, bool) == isinstance(value, bool)

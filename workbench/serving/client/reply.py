@@ -8,16 +8,18 @@ an error, what a server does not give is None.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from workbench.errors import ServingError
+from workbench.serving.client.bounds import LETTERS, too_long
 from workbench.serving.client.json_check import short, without_surrogates
 
 PieceKind = Literal["text", "reasoning", "tool"]
 STOPPED = "stopped"  # the finish of an answer that was ended from here
 _CALLS = 128  # tool calls of one answer, at most
+_NOTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,7 @@ class Reply:
         usage, speculation: None where the server does not give them.
         timing: measured here.
         value: the answer parsed, where a schema was asked for.
-        notes: what of the server's statistics was not understood.
+        notes: what of the server's statistics was not understood; that tokens have no text.
     """
 
     text: str
@@ -137,6 +139,28 @@ class Reply:
     timing: Timing
     value: Any = None
     notes: tuple[str, ...] = ()
+
+    def map_text(self, change: Callable[[str], str]) -> Reply:
+        """The same with every text changed."""
+        return replace(
+            self,
+            text=change(self.text),
+            reasoning=change(self.reasoning),
+            tool_calls=tuple(
+                ToolCall(id=change(c.id), name=change(c.name), arguments=change(c.arguments))
+                for c in self.tool_calls
+            ),
+        )
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call as it arrives; ``number`` is the server's index, unless that is another call's."""
+
+    number: int
+    id: str = ""
+    name: str = ""
+    arguments: list[str] = field(default_factory=list)
 
 
 class Collector:
@@ -154,7 +178,9 @@ class Collector:
         self._first: float | None = None
         self._last = self._started
         self._texts: dict[PieceKind, list[str]] = {"text": [], "reasoning": []}
-        self._calls: dict[int, tuple[list[str], list[str], list[str]]] = {}  # id, name, arguments
+        self._calls: dict[int, _Call] = {}  # by number
+        self._call_at: dict[int, _Call] = {}  # the newest by the server's index
+        self._letters = 0
         self._usage: Usage | None = None
         self._speculation: Speculation | None = None
         self._model = ""
@@ -201,8 +227,18 @@ class Collector:
             usage=self._usage,
             speculation=self._speculation,
             timing=self._timing(),
-            notes=tuple(self._notes),
+            notes=(*self._notes, *self._silence(finish)),
         )
+
+    def _silence(self, finish: str) -> list[str]:
+        """That tokens were counted and nothing of them is to be seen."""
+        said = any(self._texts.values()) or self._calls
+        if said or finish == STOPPED or self._usage is None or self._usage.completion < 2:
+            return []
+        return [
+            f"the server counted {self._usage.completion:,} tokens and gave no text: it leaves "
+            "special tokens out, and the markers of its reasoning and tool parsers"
+        ]
 
     def _timing(self) -> Timing:
         first, per_token = self._first, None
@@ -223,40 +259,57 @@ class Collector:
         )
         pieces = [Piece(kind=kind, text=text) for kind, text in new if text]
         for piece in pieces:
-            self._texts[piece.kind].append(piece.text)
+            self._texts[piece.kind].append(self._counted(piece.text))
         calls = delta.get("tool_calls") or []
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
             raise _malformed("its tool calls are no list of objects", calls)
         return pieces + [self._call(call, place) for place, call in enumerate(calls)]
 
     def _call(self, call: Mapping[str, Any], place: int) -> Piece:
-        index = call.get("index", place)
+        index = call.get("index")
+        index = place if index is None else index
         if type(index) is not int or not 0 <= index < _CALLS:
             raise _malformed("a tool call's index is no number of a call", index)
         function = call.get("function") or {}
         if not isinstance(function, Mapping):
             raise _malformed("a tool call has no function", call)
-        ids, names, arguments = self._calls.setdefault(index, ([], [], []))
         identity, name = _text(call, "id"), _text(function, "name")
-        # Both come once; a server that repeats them with every part means the same call.
-        if identity and not ids:
-            ids.append(identity)
-        fresh = bool(name) and not names
+        known = self._call_at.get(index)
+        # Id and name come once; a server that repeats them with every part means the same call.
+        # One that numbers none, or all alike, begins a call with another id and a name.
+        another = known is not None and bool(name and known.id and identity not in ("", known.id))
+        if known is None or another:
+            if len(self._calls) >= _CALLS:
+                raise _malformed(f"it has more than {_CALLS} tool calls", index)
+            number = index
+            while number in self._calls:
+                number += 1
+            known = self._call_at[index] = self._calls[number] = _Call(number=number)
+        known.id = known.id or self._counted(identity)
+        fresh = bool(name) and not known.name
         if fresh:
-            names.append(name)
+            known.name = self._counted(name)
         text = _text(function, "arguments")
-        arguments.append(text)
-        return Piece(kind="tool", text=text, index=index, name=name if fresh else "")
+        if text:
+            known.arguments.append(self._counted(text))
+        return Piece(kind="tool", text=text, index=known.number, name=name if fresh else "")
 
     def _tool_calls(self) -> tuple[ToolCall, ...]:
         return tuple(
             ToolCall(
-                id="".join(ids) or f"call_{index}",
-                name="".join(names),
-                arguments="".join(arguments),
+                id=call.id or f"call_{call.number}",
+                name=call.name,
+                arguments="".join(call.arguments),
             )
-            for index, (ids, names, arguments) in sorted(self._calls.items())
+            for _, call in sorted(self._calls.items())
         )
+
+    def _counted(self, text: str) -> str:
+        """``text``, which is kept: no answer fills the memory."""
+        self._letters += len(text)
+        if self._letters > LETTERS:
+            raise too_long("the server", f"an answer of more than {LETTERS:,} letters")
+        return text
 
     def _statistics(self, document: Mapping[str, Any]) -> None:
         """Usage and speculation. An answer is not lost for counts that are not understood."""
@@ -268,7 +321,7 @@ class Collector:
                 self._speculation = _speculation(metrics["speculative_decoding"])
         except (KeyError, TypeError, ValueError) as error:
             note = f"the server's counts were not understood: {short(error, 120)}"
-            if note not in self._notes:
+            if note not in self._notes and len(self._notes) < _NOTES:
                 self._notes.append(note)
 
 

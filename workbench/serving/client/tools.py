@@ -159,16 +159,14 @@ def _outcome(call: ToolCall, box: Mapping[str, Tool], stop: threading.Event | No
         raise _FailedError(f"{call.name} was not called: the turn was stopped")
     chosen = box[call.name]
     value = _timed(chosen, _arguments(chosen, call.arguments), stop)
-    if isinstance(value, str):
-        content = value
-    else:
-        try:
-            content = to_json(value)
-        except (TypeError, ValueError) as error:
-            raise _FailedError(
-                f"{chosen.name} returned what is no JSON ({short(error, 120)}); return text, "
-                "numbers, lists, dicts or dataclasses of them"
-            ) from None
+    try:
+        # Of a class that is a str and more only the letters: its methods are the tool's.
+        content = str.__str__(value) if isinstance(value, str) else to_json(value)
+    except Exception as error:  # a value may work itself out only now, and fail in any way
+        raise _FailedError(
+            f"{chosen.name} returned what is no JSON ({short(error, 120)}); return text, "
+            "numbers, lists, dicts or dataclasses of them"
+        ) from None
     if len(content) > _MOST:
         raise _FailedError(
             f"{chosen.name} returned {len(content):,} letters, and {_MOST:,} is the most; ask it "
@@ -238,7 +236,8 @@ def _tool(function: Any, name: str | None, timeout: float) -> Tool:
             f"{short(repr(name), 60)} cannot be a tool's name; use up to 64 letters, digits, _ and "
             "-: @tool(name=…)"
         )
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not number or not timeout > 0 or (isinstance(timeout, int) and timeout > 2**53):
         raise ServingError(f"the timeout of {name} is a number of seconds above 0")
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise ServingError(f"{name} is asynchronous; a tool is a plain function: def {name}(…)")

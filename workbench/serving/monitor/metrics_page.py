@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from math import inf, isfinite, isnan
+from math import inf, isfinite
 from typing import Literal
 
 from workbench.errors import ServingError
@@ -23,7 +23,10 @@ from workbench.serving.monitor.page_kind import what_came
 
 PREFIX = "vllm:"
 MOST_SERIES = 50_000  # of one page; 64 engines have some 10,000 that are looked at
+MOST_ENGINES = 1024
 MOST_POSITIONS = 1024  # drafts of a block
+LONGEST_LINE = 8192  # letters: names and labels that were read are kept
+LARGEST = 2**53  # of a count, a gauge, a time in seconds: no float above it is exact
 # What a page is about, with its names, the newest first.
 COUNTERS: Mapping[str, tuple[str, ...]] = {
     "prompt_tokens": ("vllm:prompt_tokens",),
@@ -50,7 +53,8 @@ HISTOGRAMS: Mapping[str, tuple[str, ...]] = {
 STARTED = "process_start_time_seconds"
 
 _Part = Literal["value", "bucket", "count", "sum", "created"]
-_EXEMPLAR = re.compile(r" # \{[^}]*\} \S+( \S+)?$")
+# A name and its labels, in whose texts anything may stand.
+_KEY = re.compile(r'[A-Za-z_:][A-Za-z0-9_:]*(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +99,8 @@ class MetricsPage:
         engines: by the label ``engine``, which also names the model where a page has several;
             ``0`` where there is no such label.
         started: when the process began, seconds since 1970, where the page says so.
-        unusable: names of series whose values are no such thing: a count that is not a number.
+        unusable: names of series whose values are no such thing: a count that is not a number, or
+            of more than 15 digits.
     """
 
     engines: Mapping[str, EnginePage]
@@ -133,6 +138,11 @@ def read_page(page: bytes | str, *, where: str = "the page") -> MetricsPage:
             series = _known(key, where)
             parts = found.setdefault((series.model, series.engine), {})
             _put(parts.setdefault((series.field, series.age), {}), series, value)
+    if len(found) > MOST_ENGINES:
+        raise ServingError(
+            f"{where} has {len(found):,} engines, and {MOST_ENGINES:,} is the most; give the "
+            "address of one server"
+        )
     if not found:
         raise ServingError(
             f"{where} has lines of vllm:, but none that the monitor knows; is it older than 0.6?"
@@ -197,14 +207,19 @@ def _text(page: bytes | str, where: str) -> str:
 
 def _number(line: str, where: str) -> tuple[str, float]:
     """Series and value of a line; a time behind the value, and an exemplar, are left out."""
-    if " # {" in line:
-        line = _EXEMPLAR.sub("", line)
-    end = line.rfind("}") + 1 or line.find(" ")
-    fields = line[end:].split()
+    if len(line) > LONGEST_LINE:
+        raise _unreadable(line, where)
+    if " # {" in line:  # an exemplar behind it, or a name with that in it
+        found = _KEY.match(line)
+        end = found.end() if found else 0
+        line = line[:end] + line[end:].partition(" # ")[0]
+    else:
+        end = line.rfind("}") + 1 or line.find(" ")
+    key, fields = line[:end], line[end:].split()
     try:
         if end < 1 or not 1 <= len(fields) <= 2 or "_" in fields[0]:
             raise ValueError
-        return line[:end], float(fields[0])
+        return key, float(fields[0])
     except ValueError:
         raise ServingError(f"{where} has a line that cannot be read: {line!r:.80}") from None
 
@@ -213,7 +228,11 @@ def _known(key: str, where: str) -> _Series:
     try:
         return _series(key)
     except (ValueError, IndexError):
-        raise ServingError(f"{where} has labels that cannot be read: {key!r:.80}") from None
+        raise _unreadable(key, where) from None
+
+
+def _unreadable(series: str, where: str) -> ServingError:
+    return ServingError(f"{where} has labels that cannot be read: {series!r:.80}")
 
 
 @lru_cache(maxsize=16_384)
@@ -316,7 +335,7 @@ def _wholes(field: str, newest: _Newest, unusable: list[str]) -> dict[str, int]:
 
 def _gauge(field: str, newest: _Newest, unusable: list[str]) -> float | None:
     value = newest.get(field, {}).get(("value", ""))
-    if value is None or (isfinite(value) and value >= 0):
+    if value is None or 0 <= value < LARGEST:
         return value
     unusable.append(field)
     return None
@@ -324,7 +343,7 @@ def _gauge(field: str, newest: _Newest, unusable: list[str]) -> float | None:
 
 def _count(value: float) -> int | None:
     """A whole number from 0 on, else None."""
-    return int(value) if isfinite(value) and value >= 0 and value.is_integer() else None
+    return int(value) if 0 <= value < LARGEST and value.is_integer() else None
 
 
 def _slots(found: Mapping[str, int]) -> tuple[int, ...] | None:
@@ -353,7 +372,7 @@ def _histogram(field: str, newest: _Newest, unusable: list[str], where: str) -> 
     return Histogram(
         bounds=tuple(bound for bound, _ in rows),
         cumulative=tuple(count for _, count in rows),
-        seconds=seconds if isfinite(seconds) and seconds >= 0 else None,
+        seconds=seconds if 0 <= seconds < LARGEST else None,
     )
 
 
@@ -366,7 +385,7 @@ def _rows(buckets: Mapping[str, float]) -> list[tuple[float, int]] | None:
         except ValueError:
             return None
         count = _count(value)
-        if count is None or isnan(bound):
+        if count is None or not (0 <= bound < LARGEST or bound == inf):
             return None
         rows.append((bound, count))
     rows.sort()

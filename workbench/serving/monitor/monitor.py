@@ -28,6 +28,7 @@ from workbench.serving.monitor.sample import Sample
 from workbench.serving.monitor.scrape import Answer, Scraper, clock
 
 KEEP = 10_000  # samples: 83 minutes at 2 Hz
+KEEP_ENGINES = 100_000  # samples of engines in them, some 2 kB each
 FASTEST, SLOWEST = 20.0, 1 / 3600  # pages a second
 _PATIENCE = 2.0  # s, and 2.5 intervals, after which a page that does not come is stale
 
@@ -58,7 +59,7 @@ class Monitor:
     Attributes:
         address: of the server.
         hertz: pages a second.
-        keep: samples that are kept.
+        keep: samples that are kept; fewer of more than ten engines: 100,000 samples of theirs.
     """
 
     def __init__(
@@ -244,7 +245,9 @@ class _Loop:
         self.address, self.period = address, period
         self.news = threading.Condition()
         self.ending = threading.Event()
-        self.samples: deque[Sample] = deque(maxlen=keep)
+        self.keep = keep
+        self.samples: deque[Sample] = deque()
+        self._engines = 0  # samples of engines in them
         self.seen = self.pages = self.tries = 0
         self.error: str | None = None
         self.version: str | None = None
@@ -343,7 +346,7 @@ class _Loop:
             self.error = None
             self._last, self._last_clock = answer.at, clock()
             if sample is not None:
-                self.samples.append(sample)
+                self._keep(sample)
                 self.seen += 1
             listeners = list(self.listeners)
             self.news.notify_all()
@@ -354,9 +357,16 @@ class _Loop:
         for listener in listeners:
             try:
                 listener(sample)
-            except Exception:  # somebody else's code: it is left out from now on
+            except BaseException:  # somebody else's code, sys.exit too: left out from now on
                 with self.news, suppress(ValueError):
                     self.listeners.remove(listener)
+
+    def _keep(self, sample: Sample) -> None:
+        kept = self.samples
+        kept.append(sample)
+        self._engines += len(sample.engines)
+        while len(kept) > self.keep or (self._engines > KEEP_ENGINES and len(kept) > 1):
+            self._engines -= len(kept.popleft().engines)
 
     def _ask_version(self) -> None:
         self.version = self._scraper.version()

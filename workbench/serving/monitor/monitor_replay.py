@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from math import inf, isnan
 
@@ -52,8 +53,7 @@ class Replay:
     @property
     def seen(self) -> int:
         """Samples that are there by now."""
-        now = self._now()
-        return sum(due <= now for due in self._due) if now < inf else len(self._due)
+        return bisect_right(self._due, self._now())
 
     @property
     def samples(self) -> list[Sample]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from workbench.serving.monitor.spread import Spread, real, whole, wholes
+from workbench.serving.monitor.spread import Spread, below, real, whole, wholes
 from workbench.spec.rates import Acceptance, over
 
 COUNTS = (
@@ -37,6 +37,8 @@ TIMES: Mapping[str, str] = {
     "tpot": "TPOT: mean of each finished request",
     "e2e": "arrival to last token",
 }
+_LATEST = 253_402_300_800.0  # s since 1970, the year 10000: calendars end there
+_SHORTEST, _LONGEST = 1e-9, 1e9  # s
 PER_SCHEDULED = "per scheduled draft: engines count trimmed drafts as drafted"
 
 
@@ -206,6 +208,8 @@ class Sample:
                 found[f"{name}_p{share}_seconds"] = None if place is None else place.seconds
                 if place is not None and place.beyond:
                     found[f"{name}_p{share}_beyond"] = True
+                if place is not None and place.below is not None:
+                    found[f"{name}_p{share}_below_seconds"] = place.below
         return found
 
     @classmethod
@@ -218,6 +222,9 @@ class Sample:
         engine, model = data["engine"], data.get("model", "")
         if not isinstance(model, str) or not (engine is None or isinstance(engine, str)):
             raise TypeError("names of a sample are texts")
+        seconds = below(data["seconds"], _LONGEST)
+        if 0 < seconds < _SHORTEST:
+            raise ValueError(f"{seconds:g} s is no length of a sample")
         found: dict[str, Any] = {
             name: whole(data[name]) for name in (*COUNTS, "running", "waiting") if name in data
         }
@@ -227,8 +234,8 @@ class Sample:
         if "kv_usage" in data:
             found["kv_usage"] = real(data["kv_usage"])
         return cls(
-            at=real(data["at"]),
-            seconds=real(data["seconds"]),
+            at=below(data["at"], _LATEST),
+            seconds=seconds,
             engine=engine,
             model=model,
             restarted=data.get("restarted", False) is True,

@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import socket
+import ssl
 import threading
 import time
 from contextlib import suppress
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 
 from workbench.errors import ServingError
 from workbench.serving.address import Address
+from workbench.serving.api_key import VARIABLE as KEY_VARIABLE
+from workbench.serving.api_key import ApiKey, find_key
+from workbench.serving.http_errors import certificate
 
-KEY_VARIABLE = "VLLM_API_KEY"
 LIMIT = 16 * 2**20  # bytes of an answer
 CONNECT_SECONDS, READ_SECONDS, WHOLE_SECONDS = 2.0, 5.0, 10.0
 _PIECE = 1 << 16
@@ -79,6 +82,8 @@ class Scraper:
                 answer = self._ask(path, where, limit)
             if self._late:
                 raise TimeoutError
+            if self._aborted:  # what ends with its connection looks whole
+                raise ConnectionAbortedError
             done = True
             return answer
         except (OSError, http.client.HTTPException, UnicodeError) as error:
@@ -132,12 +137,15 @@ class Scraper:
         if announced is not None and size < announced:
             raise http.client.IncompleteRead(b"", announced - size)
         body = b"".join(pieces)
-        if key and key.encode() in body:
+        if key is not None and key.within(body):
             raise ServingError(f"{where} repeats the API key that it was sent; it was not read")
         return Answer(body=body, at=at, clock=when)
 
     def _connect(self) -> http.client.HTTPConnection:
-        if self._connection is None:
+        # One that the server said it would close has let go of its socket: it is made anew here,
+        # since what the library would open by itself could not be ended from elsewhere.
+        if self._connection is None or self._connection.sock is None:
+            self.close()
             secure = self.address.scheme == "https"
             kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
             connection = kind(self.address.host, self.address.port, timeout=CONNECT_SECONDS)
@@ -149,7 +157,9 @@ class Scraper:
                 raise ConnectionAbortedError
         return self._connection
 
-    def _check(self, response: http.client.HTTPResponse, where: str, limit: int, key: str) -> None:
+    def _check(
+        self, response: http.client.HTTPResponse, where: str, limit: int, key: ApiKey | None
+    ) -> None:
         status = response.status
         if status == 200:
             coding = response.headers.get("Content-Encoding", "identity")
@@ -161,14 +171,14 @@ class Scraper:
         said = f"{where} answers {status}"
         if 300 <= status < 400:
             there = response.headers.get("Location", "")
-            if key:
-                there = there.replace(key, "…")
+            if key is not None:
+                there = key.hide(there)
             raise ServingError(
                 f"{said}, a redirect to {there[:80]!r}, which is not followed; give the address "
                 "itself if it is the right one"
             )
         if status in (401, 403):
-            if not key and os.environ.get(KEY_VARIABLE):
+            if key is None and os.environ.get(KEY_VARIABLE):
                 raise ServingError(
                     f"{said}: it wants an API key, and none is sent over plain http to another "
                     "machine; use https, or forward its port here with ssh -L"
@@ -192,6 +202,8 @@ class Scraper:
     def _why(self, error: BaseException, where: str) -> str:
         if isinstance(error, TimeoutError):
             return f"{where} did not answer in time; the server may be busy or gone"
+        if isinstance(error, ssl.SSLError):
+            return certificate(self.address, error)
         if isinstance(error, socket.gaierror | UnicodeError):
             return f"no machine is known by the name {self.address.host!r:.80}; check the address"
         if isinstance(error, ConnectionRefusedError):
@@ -206,27 +218,21 @@ class Scraper:
         return f"{self.address} cannot be reached ({strerror or type(error).__name__})"
 
 
-def _key(address: Address) -> str:
-    """The key to send there, empty where none is.
+def _key(address: Address) -> ApiKey | None:
+    """The key to send there, None where none is.
 
     Raises:
         ServingError: it has characters that no key has.
     """
     if address.scheme == "http" and not address.loopback:
-        return ""  # everybody on the way could read it
-    key = os.environ.get(KEY_VARIABLE, "").strip()
-    if not (key.isascii() and key.isprintable()):
-        # The library's own error would repeat it.
-        raise ServingError(
-            f"{KEY_VARIABLE} has characters that no key has; set it again in the environment"
-        )
-    return key
+        return None  # everybody on the way could read it
+    return find_key(KEY_VARIABLE)
 
 
-def _headers(key: str) -> dict[str, str]:
+def _headers(key: ApiKey | None) -> dict[str, str]:
     made = {
         "Accept": "text/plain;version=0.0.4, */*;q=0.1",
         "Accept-Encoding": "identity",
         "User-Agent": "beam-workbench",
     }
-    return made | ({"Authorization": f"Bearer {key}"} if key else {})
+    return made | ({"Authorization": key.header} if key is not None else {})

@@ -13,20 +13,34 @@ from itertools import pairwise
 from math import inf, isfinite
 from typing import Any
 
-from workbench.serving.monitor.metrics_page import Histogram
+from workbench.serving.monitor.metrics_page import LARGEST, Histogram
 
 Bucket = tuple[float, float, int]  # above, up to and including, observations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentile:
-    """A time in seconds. ``beyond``: it lies in the open last bucket, so that all that is known of
-    it is that it is more."""
+    """A time in seconds.
+
+    Attributes:
+        beyond: it lies in the open last bucket, so that all that is known of it is that it is more.
+        below: the end of the first bucket, where it lies there, so that all that is known of it is
+            that it is less: engines have times per token begin with 0 to 10 ms, and 5.00 ms for
+            each of them would be no measurement.
+    """
 
     seconds: float
     beyond: bool = False
+    below: float | None = None
+
+    @property
+    def known(self) -> float | None:
+        """``seconds``, where both ends of its bucket say something."""
+        return None if self.beyond or self.below is not None else self.seconds
 
     def __str__(self) -> str:
+        if self.below is not None:
+            return f"< {duration(self.below)}"
         return f"> {duration(self.seconds)}" if self.beyond else duration(self.seconds)
 
 
@@ -34,7 +48,8 @@ class Percentile:
 class Spread:
     """Observations by bucket, and their sum in seconds.
 
-    Buckets rise, empty ones are left out, the last may be open (up to infinity). ``seconds`` is
+    Buckets rise, empty ones are left out, the last may be open (up to infinity), one of exactly 0
+    begins and ends there. ``seconds`` is
     None where the engine's sum is no number.
     """
 
@@ -55,7 +70,8 @@ class Spread:
     def percentile(self, share: float) -> Percentile | None:
         """The time that ``share`` (0 to 1) of the observations do not exceed; None of nothing.
 
-        Linearly interpolated within its bucket; of the open one its lower end, marked as such.
+        Linearly interpolated within its bucket; one in the first bucket or in the open last one
+        is marked as such, the latter with its lower end.
 
         Raises:
             ValueError: the share is not from 0 to 1.
@@ -68,7 +84,8 @@ class Spread:
                 if high == inf:
                     return Percentile(seconds=low, beyond=True)
                 within = min(1.0, max(0.0, (rank - below) / count))
-                return Percentile(seconds=low + (high - low) * within)
+                first = high if low == 0 < high else None
+                return Percentile(seconds=low + (high - low) * within, below=first)
             below += count
         return None
 
@@ -86,12 +103,13 @@ class Spread:
         """
         buckets = []
         for low, high, count in data["buckets"]:
-            end = inf if high is None else real(high)
-            buckets.append((real(low), end, whole(count)))
-        if any(a[1] > b[0] for a, b in pairwise(buckets)) or any(a >= b for a, b, _ in buckets):
+            end = inf if high is None else below(high, LARGEST)
+            buckets.append((below(low, LARGEST), end, whole(count)))
+        buckets = [bucket for bucket in buckets if bucket[2]]
+        if any(a[1] > b[0] for a, b in pairwise(buckets)) or any(a > b for a, b, _ in buckets):
             raise ValueError("buckets of a spread rise")
         seconds = data["seconds"]
-        return cls(tuple(buckets), None if seconds is None else real(seconds))
+        return cls(tuple(buckets), None if seconds is None else below(seconds, LARGEST))
 
 
 def spread_between(before: Histogram | None, after: Histogram) -> Spread | None:
@@ -154,6 +172,14 @@ def real(value: Any) -> float:
     number = float(value)
     if not isfinite(number) or number < 0:
         raise ValueError(f"{value!r:.40} is no such number")
+    return number
+
+
+def below(value: Any, most: float) -> float:
+    """:func:`real`, and less than ``most``."""
+    number = real(value)
+    if number >= most:
+        raise ValueError(f"{number:g} is too large a number")
     return number
 
 
