@@ -109,6 +109,7 @@ engine: $(VENV)/.filled-test
 	@test -n "$(ENGINE_PYTHON)" || { echo "name a Python that has the engine: make engine ENGINE_PYTHON=..., see tests/engine/README.md" >&2; exit 1; }
 	@$(ENGINE_PYTHON) tests/engine/record_engine_vectors.py --check workbench/model/zoo/beam-tiny
 	@ENGINE_PYTHON=$(ENGINE_PYTHON) $(BIN)/python -m pytest -q tests/test_engine_kv.py
+	@ENGINE_PYTHON=$(ENGINE_PYTHON) $(BIN)/python -m pytest -q tests/serving/test_argument_check.py -k real
 
 format: $(VENV)/.filled-test
 	@$(BIN)/ruff check --fix .

@@ -87,6 +87,12 @@ def test_a_plan_chooses_the_layout_and_the_sequences() -> None:
     assert failed.stdout == ""
 
 
+def test_an_open_server_wants_a_key() -> None:
+    asked_for = ("beam-tiny", "--host", "0.0.0.0", "--foreign", "--print")
+    assert "set VLLM_API_KEY where" in run(*asked_for, VLLM_API_KEY="").stderr
+    assert run(*asked_for, VLLM_API_KEY="sk-1").stderr == ""
+
+
 def test_forms() -> None:
     asked_for = ("beam-501b", "--checkpoint", "/models/beam", "--tp", "8", "--host-gpus", "8")
     docker = run(*asked_for, "--form", "docker").stdout

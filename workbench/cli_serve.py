@@ -239,7 +239,8 @@ def serve(
         options=options,
     )
     if check or (check is None and form is None and not print_):
-        _check(launch, engine)
+        with _ended_by_signals():  # the engine's parser is a program of its own
+            _check(launch, engine)
     if form is not None or print_:
         _print(launch, form or Form.shell, head, json)
         return
@@ -343,6 +344,7 @@ def _check(launch: Launch, engine: str | None) -> None:
 
 
 def _print(launch: Launch, form: Form, head: str | None, json: bool) -> None:
+    _warn_of_no_key(launch)
     if form is Form.keywords:
         keywords = launch.keywords()
         if json:
@@ -360,6 +362,16 @@ def _print(launch: Launch, form: Form, head: str | None, json: bool) -> None:
         answer({"form": form.value, "arguments": arguments, "command": command})
         return
     print(command)
+
+
+def _warn_of_no_key(launch: Launch) -> None:
+    import os
+
+    from workbench.serving.api_key import VARIABLE
+    from workbench.terminal import note
+
+    if launch.exposed and not os.environ.get(VARIABLE):
+        note(f"other machines reach {launch.host}: set {VARIABLE} where the command runs")
 
 
 def _list(json: bool) -> None:

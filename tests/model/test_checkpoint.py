@@ -780,8 +780,10 @@ def test_files_that_are_no_files(tmp_path: Path) -> None:
             json.dumps({"weight_map": {"a": "x" * 5000 + ".safetensors"}}),
             "which is not there",
         ),
+        ('{"weight_map": {"a": "\\u0000.safetensors"}}', r"in '\\x00.safetensors', which is not a"),
+        ('{"weight_map": {"a": "\\u001b[2J.safetensors"}}', r"in '\\x1b\[2J.safetensors', which"),
     ],
-    ids=["deep", "long integer", "long name"],
+    ids=["deep", "long integer", "long name", "NUL", "escape"],
 )
 def test_hostile_indexes(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

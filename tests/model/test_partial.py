@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,34 @@ def test_files_of_other_layers_may_be_missing_or_damaged(
         load(folder, layers=[3])
     with pytest.raises(CheckpointError, match=r"layer-0\.safetensors, which is not there"):
         load(folder)
+
+
+@pytest.mark.parametrize("how", ["other bytes", "written anew", "grown", "shorter", "gone"])
+def test_a_file_that_changes_while_it_is_read_is_not_taken(folder: Path, how: str) -> None:
+    """Where the old header places a tensor the new file may have anything."""
+    file = folder / "layer-4.safetensors"
+    whole = file.read_bytes()
+
+    def change(done: int, of: int) -> None:
+        if file.exists() and file.read_bytes() == whole:
+            if how == "other bytes":
+                file.write_bytes(whole[:-64] + bytes(64))
+                os.utime(file, ns=(1, 1))  # a copy that keeps the time of what it is of
+            elif how == "written anew":
+                (folder / "new").write_bytes(whole)
+                os.replace(folder / "new", file)
+            elif how == "grown":
+                file.write_bytes(whole + b"more")
+            elif how == "shorter":
+                file.write_bytes(whole[:-8000])
+            else:
+                file.unlink()
+
+    says = {"shorter": "changed while|ends inside", "gone": "cannot be read"}.get(
+        how, "changed while"
+    )
+    with pytest.raises(CheckpointError, match=says):
+        load(folder, layers=[1, 4], progress=change)
 
 
 def test_what_belongs_to_no_chosen_layer_is_left_alone(

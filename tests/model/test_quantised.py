@@ -17,10 +17,11 @@ import torch
 from reference import beam_fp64
 from reference.safetensors_numpy import from_bfloat16_bits, write_safetensors
 from workbench.errors import CheckpointError, WorkbenchError
-from workbench.model import checkpoint_read, quantised
+from workbench.model import checkpoint_read, checkpoint_save, quantised
 from workbench.model.beam import Beam
 from workbench.model.checkpoint import load, load_into, save
 from workbench.model.checkpoint_read import Header, read_headers
+from workbench.model.config import BeamConfig
 from workbench.model.parallel import Shard
 from workbench.model.quantisation import parse_quantisation, read_quantisation
 from workbench.model.quantised import Fp8Weight, Nvfp4Weight, find_weight
@@ -171,7 +172,7 @@ def compressed(strategy: str, form: str = "float-quantized", **weights: Any) -> 
     }  # fmt: skip
 
 
-def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+def modelopt(algorithm: Any, **more: Any) -> dict[str, Any]:
     return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **more}
 
 
@@ -372,6 +373,45 @@ def test_save_quantise_load_is_within_the_formats_error(tmp_path: Path, form: Fo
     assert equal(load(tmp_path / "again"), found)
 
 
+@pytest.mark.parametrize("name", ["modelopt nvfp4, older", "compressed nvfp4", "fp8 blocks"])
+def test_saved_over_its_quantised_self_nothing_calls_it_quantised(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine reads the older ModelOpt's file wherever config.json says nothing."""
+    form = FORMS[name]
+    stored, plain = quantise(form, originals())
+    folder = folder_of(tmp_path / "packed", form, stored)
+    told = {path.name: path.read_bytes() for path in folder.glob("*.json")}
+    beam = load(folder)
+    flush = checkpoint_save._flush_directory
+
+    def full(where: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_save, "_flush_directory", full)  # the last step fails: undone
+    with pytest.raises(CheckpointError, match="nothing there was changed"):
+        save(beam, folder)
+    assert {path.name: path.read_bytes() for path in folder.glob("*.json")} == told
+    assert equal(load(folder), beam)
+    monkeypatch.setattr(checkpoint_save, "_flush_directory", flush)
+    save(beam, folder, dtype=torch.float32)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", SINGLE]
+    assert read_quantisation(folder) is None
+    assert equal(load(folder), load(plain_folder(tmp_path / "plain", plain)))
+
+
+def test_weights_put_into_a_model_are_plain_when_saved(tmp_path: Path) -> None:
+    """load_into leaves the config alone, which may be that of a quantised folder."""
+    form = FORMS["fp8 blocks"]
+    folder = folder_of(tmp_path / "packed", form, quantise(form, originals())[0])
+    beam = Beam(BeamConfig.from_json(folder))
+    assert "quantization_config" in beam.config.extra
+    load_into(beam, folder)
+    save(beam, tmp_path / "saved")
+    assert read_quantisation(tmp_path / "saved") is None
+    load(tmp_path / "saved")
+
+
 def test_scales_may_lie_in_another_file(tmp_path: Path) -> None:
     form = FORMS["modelopt nvfp4"]
     stored, plain = quantise(form, originals())
@@ -393,6 +433,7 @@ def test_what_an_engine_needs_besides_is_passed_over(tmp_path: Path) -> None:
     here = "model.layers.1."
     more = [f"{here}self_attn.{n}" for n in ("k_proj.k_scale", "v_proj.v_scale", "attn.k_scale")]
     more += [f"{here}self_attn.q_proj.input_scale", f"{here}mlp.experts.0.up_proj.input_scale"]
+    more += [f"{here}self_attn.{n}" for n in ("k_cache.scale", "q.scale", "attn.k_zero_point")]
     folder = folder_of(tmp_path, form, stored | dict.fromkeys(more, one))
     load(folder)
     for name in ("self_attn.q_proj.pre_quant_scale", "self_attn.q_proj.bias"):
@@ -441,6 +482,38 @@ def test_mixed_precision(tmp_path: Path) -> None:
     plain = {n: others[n] if "experts" in n else values[n] for n in tensors}
     folder = folder_of(tmp_path / "packed", Form(mixed, a.make, 0), stored)
     assert equal(load(folder), load(plain_folder(tmp_path / "plain", plain)))
+
+
+def test_mixed_precision_with_blocks(tmp_path: Path) -> None:
+    """There group_size is the side of a block for FP8 and the run of a scale for NVFP4; older
+    exports keep the table of layers in ModelOpt's own file."""
+    layers: dict[str, Any] = {
+        "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8_PB_WO", "group_size": 20},
+        "model.layers.1.mlp.experts.0.up_proj": {"quant_algo": "NVFP4", "group_size": "16"},
+    }
+    make, b = fp8("_scale_inv", (20, 20), "block"), FORMS["modelopt nvfp4"]
+    tensors = originals()
+    (one, values), (two, others) = quantise(Form({}, make, 0), tensors), quantise(b, tensors)
+    stored = {n: p for n, p in one.items() if "experts" not in n}
+    stored |= {n: p for n, p in two.items() if "experts" in n}
+    plain = {n: others[n] if "experts" in n else values[n] for n in tensors}
+    expected = load(plain_folder(tmp_path / "plain", plain))
+    mixed = modelopt("MIXED_PRECISION", quantized_layers=layers)
+    assert equal(load(folder_of(tmp_path / "new", Form(mixed, make, 0), stored)), expected)
+    older = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
+    form = Form(modelopt("MIXED_PRECISION"), make, 0, older=older)
+    assert equal(load(folder_of(tmp_path / "old", form, stored)), expected)
+
+
+def test_stacks_with_inputs_first_are_named(tmp_path: Path) -> None:
+    """As Llama 4's experts lie; neither vLLM's Beam nor this one takes them."""
+    for form, dtype in ((NVFP4, "U8"), (FP8_ONE, "F8_E4M3")):
+        stored, _ = fuse(form, originals())
+        name = "model.layers.1.mlp.experts.gate_up_proj"
+        stored[name] = (dtype, np.swapaxes(stored[name][1], 1, 2))
+        with pytest.raises(CheckpointError, match=rf"{name} .*inputs before outputs") as caught:
+            load(folder_of(tmp_path, form, stored))
+        assert "\n" not in str(caught.value)
 
 
 # -- one weight, code by code --------------------------------------------------------------------
@@ -703,7 +776,26 @@ def test_quantised_tensors_without_a_word_in_the_config(tmp_path: Path) -> None:
         (modelopt("INT4_AWQ"), "has quant_algo 'INT4_AWQ'"),
         (modelopt("MXFP8"), "has quant_algo 'MXFP8'"),
         (modelopt("NVFP4", group_size=32), "has group_size 32; NVFP4 has a scale for each 16"),
+        (modelopt("NVFP4", group_size="16x"), "has group_size '16x'"),
         (modelopt("MIXED_PRECISION"), "without a table quantized_layers"),
+        (
+            modelopt(
+                "MIXED_PRECISION",
+                quantized_layers={
+                    name: {"quant_algo": "FP8_PB_WO", "group_size": size}
+                    for name, size in (("a", 64), ("b", 128))
+                },
+            ),
+            "blocks of several sizes",
+        ),
+        (
+            modelopt(
+                "MIXED_PRECISION",
+                quantized_layers={"a": {"quant_algo": "FP8_PB_WO", "group_size": 0}},
+            ),
+            r"has group_size \[0, 0\]",
+        ),
+        (modelopt(["NVFP4"]), r"has quant_algo \['NVFP4'\]"),
         (
             modelopt("MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "W4A8_AWQ"}}),
             "has quant_algo 'W4A8_AWQ'",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -140,6 +142,29 @@ def test_the_key_is_not_handed_to_the_parser(
     remark = check_arguments(words, engine=sys.executable).remark
     assert remark is not None
     assert "VLLM_API_KEY" not in remark
+
+
+def test_a_system_that_is_read_only_throughout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    package(tmp_path, "import os; assert os.getcwd() == os.sep")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def refuse() -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(argument_check.tempfile, "TemporaryDirectory", refuse)
+    assert check_arguments(words, engine=sys.executable).by == "the parser of vLLM 0.33.0"
+
+
+def test_a_parser_that_nobody_waits_for_ends_by_itself() -> None:
+    """Whoever asked may have been killed, and could not end it then."""
+    source = argument_check._SOURCE.read_text("utf-8").replace(
+        "signal.alarm(600)", "signal.alarm(1)"
+    )
+    assert "signal.alarm(1)" in source
+    with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE) as hanging:
+        assert hanging.wait(20) == -signal.SIGALRM
 
 
 def test_the_python_behind_a_program(tmp_path: Path) -> None:

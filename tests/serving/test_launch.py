@@ -15,6 +15,7 @@ import pytest
 from workbench.errors import ServingError, WorkbenchError
 from workbench.model.layout import Layout
 from workbench.model.plan import make_plan
+from workbench.model.presets import ZOO, bundled_drafter
 from workbench.serving.launch.argument_check import check_arguments
 from workbench.serving.launch.dry_run import dry_run
 from workbench.serving.launch.extra_arguments import recorded
@@ -50,7 +51,10 @@ def run_in_shell(command: str, folder: Path, *programs: str) -> list[dict[str, A
         program.write_text(source)
         program.chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(["bash", "-c", command], check=True, env={**os.environ, "PATH": path})
+    environment = {**os.environ, "PATH": path}
+    for shell in ("bash", "sh"):  # read as a script first: no word may be cut or run
+        subprocess.run([shell, "-n"], input=command, text=True, check=True, env=environment)
+    subprocess.run(["bash", "-c", command], check=True, env=environment)
     return [json.loads(line) for line in note.read_text().splitlines()]
 
 
@@ -150,6 +154,13 @@ def test_a_plan_that_does_not_run_is_refused() -> None:
     assert fits.runs
     with pytest.raises(ServingError, match="no drafter"):
         launch_of(fits, checkpoint="/models/beam", drafter="/models/drafter")
+    with pytest.raises(WorkbenchError, match="checkpoint is empty"):
+        launch_of(fits, checkpoint="")
+    drafting = make_plan(
+        "beam-501b", "GB300", gpus=8, context=4096, drafter="beam-501b-dflash2"
+    )  # fmt: skip
+    with pytest.raises(WorkbenchError, match="drafter's hidden_size"):
+        launch_of(drafting, drafter=str(bundled_drafter("beam-tiny")))
 
 
 def test_a_bundled_model_brings_its_folders_and_its_length() -> None:
@@ -192,6 +203,112 @@ def test_pasted_into_a_shell(tmp_path: Path) -> None:
     assert given["words"] == launch.words
     assert "/models/the beam's $HOME" in given["words"]
     assert given["words"][-2:] == ["--seed", "3"]
+
+
+HOSTILE = (
+    '/models/a b\'s "c" $HOME `id` $(id) ;&|<>*?[x]~#!{a,b}\\n\\',
+    "/modèles/光束 🔦/ß",
+    "/m/" + "x" * 4000,
+    "/models/--port=1",
+    "org/beam@main:tag",
+)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP4": {},
+    "DP8+EP": {"dp": 8, "expert_parallel": True},
+    "dummy weights": {"dummy_weights": True},
+    "no drafter": {"speculate": False},
+    "two hosts": {"tp": 8, "host_gpus": 4},
+    "four hosts": {"tp": 8, "dp": 2, "host_gpus": 4},
+    "DP over two hosts": {"dp": 8, "expert_parallel": True, "host_gpus": 4},
+    "foreign": {"host": "0.0.0.0", "foreign": True, "port": 9001},
+    "extra": {"extra": ("--hf-overrides", json.dumps({"a": '$(id)\\ "b" it\'s'}), "--seed=-1")},
+}
+
+
+@pytest.mark.parametrize("path", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_word_arrives_as_it_was_meant(
+    tmp_path: Path, path: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each form pasted into a shell whose docker, ray and vllm only note what they are given."""
+    monkeypatch.setenv("VLLM_API_KEY", "a-secret-key")
+    drafter = None if options.get("speculate") is False else path + "-dflash2"
+    launch = launch_for("beam-501b", checkpoint=path, drafter=drafter, **options)
+    assert launch.words[2] == path
+    if launch.hosts > 1:
+        nodes = launch.multi_node(head="fd00::1")
+        (head,) = run_in_shell(nodes.head, tmp_path, "ray")
+        assert "--node-ip-address=fd00::1" in head["words"]
+        assert head["environment"]["VLLM_HOST_IP"] == "fd00::1"
+        (worker,) = run_in_shell(nodes.worker, tmp_path, "ray")
+        assert "--address=[fd00::1]:6379" in worker["words"]
+        (stop,) = run_in_shell(nodes.stop, tmp_path, "ray")
+        assert stop["words"] == ["ray", "stop"]
+        (given,) = run_in_shell(nodes.serve, tmp_path, "vllm")
+        assert given["words"] == launch.command(ray=True)
+        assert "a-secret-key" not in str(nodes)
+        return
+    (given,) = run_in_shell(launch.shell(), tmp_path, "vllm")
+    assert given["words"] == launch.words
+    if '"' in path:
+        with pytest.raises(ServingError, match="comma or a quote"):
+            launch.docker()
+        return
+    command = launch.docker(image="registry.local/a b:c$d")
+    assert "a-secret-key" not in command
+    (given,) = run_in_shell(command, tmp_path, "docker")
+    assert given["environment"]["VLLM_API_KEY"] == "a-secret-key"
+    words = given["words"]
+    at = words.index("registry.local/a b:c$d")
+    inside = [launch.host if word == "0.0.0.0" else word for word in words[at + 1 :]]
+    assert inside == launch.words[1:]
+    models = {model for model in (path, drafter) if model is not None and model[0] == "/"}
+    mounts = {words[i + 1] for i, word in enumerate(words[:at]) if word == "--mount"}
+    assert mounts == {f"type=bind,source={m},target={m},readonly" for m in models}
+    assert after(words[:at], "--publish") == f"{launch.host}:{launch.port}:{launch.port}"
+
+
+def test_docker_mounts_what_links_lead_to(tmp_path: Path) -> None:
+    disk, folder = tmp_path / "disk", tmp_path / "beam"
+    for made in (disk / "a", disk / "b", folder):
+        made.mkdir(parents=True)
+    (disk / "a" / "one").write_text("1")
+    (disk / "b" / "two").symlink_to("../a/one")
+    (folder / "model-1.safetensors").symlink_to(disk / "a" / "one")
+    (folder / "model-2.safetensors").symlink_to("../disk/b/two")  # over two links
+    (folder / "config.json").symlink_to("model-1.safetensors")
+    (folder / "gone").symlink_to("/nowhere/at/all")
+    (folder / "round").symlink_to("round")
+    words = shlex.split(full(checkpoint=str(folder), drafter="org/drafter").docker())
+    mounts = [words[i + 1] for i, word in enumerate(words) if word == "--mount"]
+    assert mounts == [
+        f"type=bind,source={where},target={where},readonly"
+        for where in (folder, disk / "a", disk / "b")
+    ]
+    with pytest.raises(ServingError, match="numeric address, not on gpu-host"):
+        full(host="gpu-host", foreign=True).docker()
+    assert "127.0.0.1:8000:8000" in full(host="localhost").docker()
+
+
+@pytest.mark.parametrize("head", ["", " ", "-x", "a b", "a\nb", "a\x1b", 3])
+def test_heads_that_are_no_address(head: Any) -> None:
+    with pytest.raises(ServingError, match="head host's address") as caught:
+        full(tp=8, host_gpus=4).multi_node(head=head)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_step_up_from_a_link_leads_where_the_link_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk" / "a").mkdir(parents=True)
+    (tmp_path / "disk" / "beam").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "disk" / "a")
+    monkeypatch.chdir(tmp_path / "here")
+    beam = str(tmp_path / "disk" / "beam")
+    assert full(checkpoint="link/../beam").words[2] == beam
+    assert full(checkpoint=f"{tmp_path}/here/link/../beam").words[2] == beam
+    assert full(checkpoint="./link").words[2] == str(tmp_path / "here" / "link")
 
 
 def test_without_a_checkpoint_the_command_names_what_is_missing() -> None:
@@ -330,6 +447,18 @@ def test_keywords_mean_what_the_words_mean() -> None:
     assert keywords["load_format"] == "dummy"
 
 
+def test_keywords_of_options_that_are_said_twice() -> None:
+    assert full(extra=("--seed", "1", "--seed=2")).keywords()["seed"] == 2  # as argparse does
+    part, entire = ("--compilation-config.mode", "3"), ("--compilation-config", '{"a": 1}')
+    for extra in (part + entire, entire + part):
+        with pytest.raises(ServingError, match="given whole and in part"):
+            full(extra=extra).keywords()
+    two = full(extra=(*part, "--compilation-config.b.c=4")).keywords()
+    assert two["compilation_config"] == {"mode": 3, "b": {"c": 4}}
+    with pytest.raises(ServingError, match="--seed wants a value"):
+        full(extra=("--seed",)).keywords()
+
+
 def test_keywords_refuse_data_parallelism() -> None:
     with pytest.raises(ServingError, match="refuses in one process"):
         full(dp=8, expert_parallel=True).keywords()
@@ -360,7 +489,9 @@ def test_a_disabled_switch_is_a_false_keyword() -> None:
         (["--disable-expert-parallel"], "a second time what --enable-expert-parallel"),
         (["--device-memory-utilization", "1"], "a second time what --gpu-memory-utilization"),
         (["--speculative-config.method", "ngram"], "a second time"),
-        (["--max-num-seq", "4"], "a second time what --max-num-seqs"),
+        (["--max-num-seq", "4"], "write --max-num-seq out in full: --max-num-seqs"),
+        (["--max-num-seqs", "4"], "a second time what --max-num-seqs"),
+        (["--ssl-keyf=/k"], "write --ssl-keyf out in full: --ssl-keyfile"),
         (["--api-key", "sk-1"], "set VLLM_API_KEY in the environment"),
         (["--api-k=sk-1"], "set VLLM_API_KEY in the environment"),
         (["--hf-token", "x"], "set HF_TOKEN"),
@@ -369,6 +500,9 @@ def test_a_disabled_switch_is_a_false_keyword() -> None:
         (["--headl"], "not for here"),
         (["-tp", "2"], "out in full"),
         (["--"], "out in full"),
+        (["--=x"], "out in full"),
+        (["--enforce-eager", "true"], "takes no value, not 'true'"),
+        (["--no-enable-prefix-caching=1"], "takes no value, not '1'"),
         (["3"], "no option"),
         (["--seed", "1\n"], "no printable text"),
         ("--seed 1", "a list of words"),
@@ -423,6 +557,11 @@ def test_extra_arguments_that_do_not_clash() -> None:
         ({"sequences": 9000}, "batched"),
         ({"speculate": False}, "drafter"),
         ({"checkpoint": "-x"}, "begins with -"),
+        ({"checkpoint": ""}, "checkpoint is empty"),
+        ({"drafter": ""}, "drafter is empty"),
+        ({"drafter": str(bundled_drafter("beam-tiny"))}, "drafter's hidden_size is .* trained for"),
+        ({"drafter": str(bundled_drafter("beam-tiny")), "dp": 8}, "drafter's hidden_size"),
+        ({"drafter": str(ZOO / "beam-tiny")}, "not a DFlash2 drafter's config"),
     ],
 )
 def test_wrong_values(options: dict[str, Any], words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import stat
 import threading
@@ -52,6 +53,9 @@ def fit(steps: int) -> dict[str, Any]:
         "kind": "engine", "what": "coefficients", "step": steps, "slope": 0.1,
         "intercepts": [0.2, -0.3, 0.4],
     }  # fmt: skip
+
+
+ENGINE = step(0)["engine"]
 
 
 def end(reason: str = "the engine ended") -> dict[str, Any]:
@@ -125,6 +129,15 @@ def test_a_cut_last_line_is_not_missed(tmp_path: Path, cut: int) -> None:
         step(0, requests=[{"request": 0}]),
         [1, 2],
         "text",
+        *(step(0, engine=ENGINE | {name: -1}) for name in ENGINE),
+        *(step(0, engine=ENGINE | {"at": at}) for at in ("1.5", "nan", True, None, [])),
+        *(
+            {"kind": "engine", "what": what, name: -5}
+            for what, name in (("dropped", "passes"), ("missed", "lines"))
+        ),
+        COSTS | {"most_rows": -4},
+        COSTS | {"context": 1.5},
+        COSTS | {"context": "x"},
     ],
 )
 def test_a_damaged_line_is_skipped_and_counted(tmp_path: Path, bad: Any) -> None:
@@ -138,8 +151,9 @@ def test_a_damaged_line_is_skipped_and_counted(tmp_path: Path, bad: Any) -> None
 def test_what_is_no_recording(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(line({k: v for k, v in HEAD.items() if k != "recorded_by"}))
-    with pytest.raises(TraceError, match="but not of the probe"):
-        read_probe(path)
+    for read in (read_probe, lambda path: list(follow(path, patience=1.0))):
+        with pytest.raises(TraceError, match="but not of the probe"):
+            read(path)
     path.write_bytes(b"hello\n")
     with pytest.raises(TraceError, match="not a trace"):
         read_probe(path)
@@ -219,6 +233,80 @@ def test_a_file_written_anew_and_a_file_that_is_none(tmp_path: Path) -> None:
         follow(path, patience=-1)
     with pytest.raises(ServingError, match="followed at a file"):
         follow(3)  # type: ignore[arg-type]
+
+
+def test_a_file_that_another_takes_the_place_of(tmp_path: Path) -> None:
+    """As where recordings are rotated; one that was only removed may still be written."""
+    path = whole(tmp_path / "a.jsonl", step(0))
+    with path.open("ab", buffering=0) as writer:
+        steps = follow(path, patience=5)
+        assert next(steps).index == 0
+        path.rename(tmp_path / "a.jsonl.1")
+        writer.write(line(step(1)))
+        assert next(steps).index == 1
+        whole(path, step(2), step(3), step(4))
+        with pytest.raises(TraceError, match="written anew"):
+            next(steps)
+    steps.close()
+
+
+def test_what_a_file_says_is_safe_to_print(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    hostile = "\x1b[2J\n<b>\u202e"
+    head = HEAD | {"date": hostile, "engine": {"version": [hostile]}}
+    path.write_bytes(line(head) + line(COSTS) + line(step(0)) + line(end(hostile * 200)))
+    run = read_probe(path)
+    assert run.ended is not None
+    assert run.ended.startswith("?[2J?<b>?")
+    assert len(run.ended) == 400
+    assert run.tables is not None
+    assert run.tables.label.isprintable()
+    assert all(text.isprintable() for text in str(run).split("\n"))
+
+
+def test_a_long_line_takes_time_by_its_length(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line(HEAD) + b'{"x":"' + b"y" * (12 << 20) + b'"}\n' + line(step(3)))
+    began = time.process_time()
+    assert [s.index for s in follow(path, patience=0.1)] == [3]
+    assert time.process_time() - began < 1.0  # searched from its beginning each time: 2.5 s
+
+
+@pytest.mark.parametrize("kind", ["file", "socket"])
+def test_interrupted_and_gone_on_with(tmp_path: Path, kind: str) -> None:
+    """Ctrl-C while it waits loses nothing."""
+    path = whole(tmp_path / "a.jsonl", step(0))
+    where, server = str(path), socket.socket(socket.AF_UNIX)
+    if kind == "socket":
+        server.bind(str(short_path(tmp_path)))
+        server.listen()
+        where = f"unix:{short_path(tmp_path)}"
+    with server, follow(where, patience=5) as steps:
+        accepted = server.accept()[0] if kind == "socket" else None
+
+        def write(data: bytes) -> None:
+            if accepted is not None:
+                accepted.sendall(data)
+            else:
+                with path.open("ab") as file:
+                    file.write(data)
+
+        if accepted is not None:
+            write(path.read_bytes())
+        assert next(steps).index == 0
+        cut = line(step(1))
+        write(cut[:50])
+        timer = threading.Timer(0.15, signal.raise_signal, (signal.SIGINT,))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(steps)
+        write(cut[50:] + line(step(2))[:70])
+        assert next(steps).index == 1
+        if accepted is not None:
+            accepted.close()  # in the middle of a line
+            assert list(steps) == []
+            assert steps.skipped == 0
+            assert steps.ended is None
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory(

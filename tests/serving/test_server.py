@@ -12,8 +12,10 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ import pytest
 
 from serving.fake_engine import all_gone, asked, free_port, pids, runs, write_engine
 from workbench.errors import ServingError
+from workbench.serving.address import Address
 from workbench.serving.launch.launch import Launch, launch_for
 from workbench.serving.server import server as servers
-from workbench.serving.server import server_state
+from workbench.serving.server import server_state, starting
 from workbench.serving.server.server import (
     EngineEndedError,
     Server,
@@ -32,7 +35,12 @@ from workbench.serving.server.server import (
     serve,
     stop_all,
 )
-from workbench.serving.server.startup_progress import Progress, ProgressReader, last_lines
+from workbench.serving.server.startup_progress import (
+    Progress,
+    ProgressReader,
+    first_error,
+    last_lines,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc what is left")
 LOGS = Path(__file__).parents[1] / "data" / "startup_logs"
@@ -214,6 +222,64 @@ def test_supervisor_and_guard_killed(rig: Rig) -> None:
     assert running() == ()
 
 
+def orphan(rig: Rig, server: Server) -> list[int]:
+    """A server of whose processes only the engine and its workers are left."""
+    everything = rig.everything(server)
+    os.kill(server.state.guard.pid, signal.SIGSTOP)
+    os.kill(server.pid, signal.SIGKILL)
+    os.kill(server.state.guard.pid, signal.SIGKILL)
+    assert all_gone(everything[:2])
+    return everything
+
+
+def test_an_engine_that_nobody_owns_is_found_and_ended(rig: Rig) -> None:
+    rig.behave(deaf=True)
+    server = rig.serve(stop_seconds=0.3)
+    everything = orphan(rig, server)
+    assert all(runs(pid) for pid in everything[2:])
+    (found,) = running()
+    assert found.alive
+    assert found.ready
+    assert found.state == server.state
+    with pytest.raises(ServingError, match="what is left of your server beam-tiny"):
+        rig.serve(rig.launch(port=server.port))
+    with pytest.raises(ServingError, match=rf"goes on alone, process {server.state.engine.pid}"):
+        found.wait(5.0)
+    attach(server.port).stop()
+    assert all_gone(everything, within=1.0)  # its worker in another session too
+    assert running() == ()
+    assert not server.alive
+    server.stop()
+
+
+def test_a_start_whose_owners_are_killed_leaves_nothing(rig: Rig) -> None:
+    rig.behave(deaf=True, hang=True)
+    everything: list[int] = []
+
+    def strike(progress: Progress) -> None:
+        (server,) = running()
+        everything.extend(orphan(rig, server))
+
+    with pytest.raises(ServingError, match=r"goes on alone.*it was ended"):
+        rig.serve(say=strike, stop_seconds=0.3)
+    assert all_gone(everything, within=1.0)
+    assert running() == ()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_killed_while_it_stops(rig: Rig, victim: int) -> None:
+    rig.behave(deaf=True)
+    server = rig.serve(stop_seconds=1.0)
+    everything = rig.everything(server)
+    timer = threading.Timer(0.3, os.kill, (everything[victim], signal.SIGKILL))
+    timer.start()
+    began = time.monotonic()
+    server.stop()
+    assert time.monotonic() - began < 8
+    assert all_gone(everything, within=2.0)
+    assert running() == ()
+
+
 def test_an_engine_that_does_not_listen_is_killed(rig: Rig) -> None:
     rig.behave(deaf=True)
     server = rig.serve(stop_seconds=0.5)
@@ -367,6 +433,152 @@ def test_a_state_that_cannot_be_written(rig: Rig) -> None:
     assert running() == ()
 
 
+def test_a_lock_that_somebody_keeps(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    monkeypatch.setattr(server_state, "_LOCK_SECONDS", 0.2)
+    with open(server_state.state_folder() / ".lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ServingError, match=r"another program has held .*\.lock for"):
+            running()
+    assert running() == ()
+
+    def refuse(descriptor: int, what: int) -> None:
+        raise OSError(37, "No locks available")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", refuse)
+        with pytest.raises(ServingError, match=r"cannot be locked \(No locks"):
+            running()
+
+
+def test_folders_that_cannot_hold_a_state(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    with monkeypatch.context() as patched:
+        for folder in ("/dev/null/x", "/proc/x", str(rig.engine)):
+            patched.setenv("BEAM_WORKBENCH_CACHE", folder)
+            with pytest.raises(ServingError, match=r"cannot be made .*BEAM_WORKBENCH_CACHE"):
+                running()
+        patched.delenv("BEAM_WORKBENCH_CACHE")
+        patched.delenv("XDG_CACHE_HOME", raising=False)
+        patched.setattr(Path, "home", homeless)
+        with pytest.raises(ServingError, match=r"no folder .*set BEAM_WORKBENCH_CACHE"):
+            running()
+
+
+def test_what_a_server_leaves_is_named_from_the_root(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(rig.folder)
+    monkeypatch.setenv("BEAM_WORKBENCH_CACHE", "near")
+    server = rig.serve(wait=False)
+    assert server.log.is_absolute()
+    assert server.log.is_relative_to(rig.folder / "near")
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"port": float("inf")}, {"port": "x"}, {"url": "http://a b"}, {"url": 3, "port": None},
+        {"engine": 3}, {"engine": {"pid": [], "began": ""}}, {"command": 5}, {"began": "soon"},
+        {"version": 2}, {"log_start": 1e400}, {"supervisor": None},
+    ],
+)  # fmt: skip
+def test_a_damaged_state_is_no_server(rig: Rig, change: dict[str, Any]) -> None:
+    server = rig.serve(wait=False)
+    (path,) = (rig.folder / "cache" / "servers").glob("*.json")
+    whole = path.read_text()
+    path.write_text(json.dumps(json.loads(whole) | change))
+    assert running() == ()
+    path.write_text(whole)
+    server.stop()
+    for text in ("[" * 200_000, "\x00", "[]", "null", '{"version": 1}', ""):
+        path.write_text(text)
+        assert running() == ()
+
+
+ANSWERS = {
+    "well": (b"HTTP/1.1 200 OK\r\n\r\n", True),
+    "well, by the byte": ([bytes([x]) for x in b"HTTP/1.0 200 OK\r\n"], True),
+    "500": (b"HTTP/1.1 500 Internal Server Error\r\n\r\n", False),
+    "200 in its words": (b"HTTP/1.1 503 200 OK\r\n\r\n", False),
+    "moved": (b"HTTP/1.1 302 Found\r\nLocation: /\r\n\r\n", False),
+    "no HTTP": (b"SSH-2.0-OpenSSH 200 \r\n", False),
+    "closed": (b"", False),
+    "cut": (b"HTTP/1.1 2", False),
+    "go on for ever": (b"HTTP/1.1 100 Continue\r\n\r\n" * 100, False),
+    "silent": ([b"H"] * 1 + [None], False),
+}
+
+
+@pytest.mark.parametrize(("parts", "well"), ANSWERS.values(), ids=ANSWERS)
+def test_what_counts_as_well(parts: Any, well: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "_HEALTH_SECONDS", 0.5)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+
+        def answer() -> None:
+            with suppress(OSError), listening.accept()[0] as connection:
+                connection.recv(4096)
+                for part in [parts] if isinstance(parts, bytes) else parts:
+                    if part is None:
+                        time.sleep(1.0)
+                        return
+                    connection.sendall(part)
+                    time.sleep(0.005)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        began = time.monotonic()
+        where = Address.of(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        assert servers._healthy(where) is well
+        assert time.monotonic() - began < 0.9
+        thread.join()
+    assert not servers._healthy(where)  # nobody listens any more
+
+
+def test_a_hostile_log(tmp_path: Path) -> None:
+    """A line of a megabyte, colours, text that is none, signs that turn the writing direction."""
+    log = tmp_path / "log"
+    hostile = (
+        b"A" * (1 << 20) + b"\n" + b"\xff\xfe\x00\x1b]0;title\x07" + b"\xe2\x80\xae" * 9 + b"\n"
+        b"\x1b[2J\x1b[31mINFO Loading weights took 3.5 seconds\r\n"
+        b"Loading safetensors checkpoint shards: " + b"9" * 5000 + b"\n"
+        b"KV cache memory: Available KV cache memory: " + b"1" * 400 + b".0 GiB\n"
+        b"ValueError: \x1b[8m" + b"\xf0\x9f" * 300 + b"\n"
+    )
+    log.write_bytes(hostile)
+    began = time.monotonic()
+    reader, said = ProgressReader(log), []
+    while part := reader.new(0.0):
+        said += part
+    while reader._at < len(hostile):
+        said += reader.new(0.0)
+    assert [p.text for p in said] == ["weights read in 3.5 s"]
+    lines = last_lines(log)
+    assert all(line.isprintable() and len(line) <= 4096 for line in lines)
+    assert (first_error(log) or "").startswith("ValueError: ")
+    assert time.monotonic() - began < 2
+
+
+def test_a_supervisor_that_is_killed_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = starting._first_line
+
+    def strike(stream: Any) -> bytes:
+        (line,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()[-1:]
+        os.kill(int(line), signal.SIGKILL)
+        return real(stream)
+
+    monkeypatch.setattr(starting, "_first_line", strike)
+    with pytest.raises(ServingError, match=r"was not started: its supervisor ended at once; the l"):
+        rig.serve()
+    assert running() == ()
+
+
 def test_programs_that_are_not_there(rig: Rig) -> None:
     with pytest.raises(ServingError, match="was not found or cannot be run"):
         rig.serve(engine=rig.folder / "nothing")
@@ -441,6 +653,8 @@ def test_attach_says_what_there_is(rig: Rig) -> None:
         attach()
     with pytest.raises(ServingError, match=f"has port 1; there is .*{second.port}"):
         attach(1)
+    with pytest.raises(ServingError, match="has port 65535; there is"):  # as it is typed
+        attach(65535)
     assert {server.pid for server in stop_all()} == {first.pid, second.pid}
     assert running() == ()
 

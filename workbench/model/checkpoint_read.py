@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,13 +38,17 @@ _PIECE = 64 << 20  # bytes a read: Ctrl-C waits for one of them at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a file's header says of one tensor; its bytes begin at ``start`` of the file."""
+    """What a file's header says of one tensor; its bytes begin at ``start`` of the file.
+
+    ``stamp`` tells the file that was looked at from one that takes its place later.
+    """
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
     start: int
+    stamp: tuple[int, ...]
 
 
 def read_headers(folder: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, Header]:
@@ -86,7 +90,7 @@ def read_part(header: Header, index: Index = ()) -> Tensor:
     a run of rows. Further entries are applied to what was read.
 
     Raises:
-        CheckpointError: the file cannot be read, or has become shorter.
+        CheckpointError: the file cannot be read, or is another one than when its header was read.
     """
     dtype = READABLE[header.dtype]
     shape, rest, first = list(header.shape), list(index), 0
@@ -117,10 +121,19 @@ def _fill(memory: Tensor, header: Header, start: int) -> None:
                         "again"
                     )
                 done += count
+            if _stamp(stream) != header.stamp:
+                raise CheckpointError(
+                    f"{header.file} was changed while it was read; load it again once it is whole"
+                )
     except OSError as error:
         raise CheckpointError(
             f"{header.file} cannot be read ({error.strerror or error}); fetch it or write it again"
         ) from error
+
+
+def _stamp(stream: IO[bytes]) -> tuple[int, ...]:
+    found = os.fstat(stream.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @contextmanager
@@ -147,6 +160,7 @@ def _file_headers(file: Path) -> list[Header]:
     with _opened(file, "numpy"), file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         described = json.loads(stream.read(length))
+        stamp = _stamp(stream)
     described.pop("__metadata__", None)
     return [
         Header(
@@ -155,6 +169,7 @@ def _file_headers(file: Path) -> list[Header]:
             shape=tuple(entry["shape"]),
             dtype=entry["dtype"],
             start=8 + length + entry["data_offsets"][0],
+            stamp=stamp,
         )
         for name, entry in described.items()
     ]
@@ -204,9 +219,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not names:
         raise CheckpointError(f"{index} has an empty weight_map; restore the file")
     for tensor, file in names.items():
-        if Path(file).name != file or not file.endswith(".safetensors"):
+        beside = Path(file).name == file and file.endswith(".safetensors")
+        if not beside or not file.isprintable():
             raise CheckpointError(
-                f"{index} places {tensor} in {file!r}, which is not a safetensors file beside it"
+                f"{index} places {tensor} in {file!r:.300}, which is not a safetensors file beside "
+                "it"
             )
     return names
 

@@ -25,6 +25,7 @@ from workbench.model.beam import Beam
 from workbench.model.checkpoint_layout import Target, tensor_targets
 from workbench.model.partial import PartialConfig
 from workbench.model.presets import resolve
+from workbench.model.quantisation import CONFIG_KEYS, MODELOPT_FILE
 from workbench.model.tensors import TensorSpec, tensor_specs
 
 SINGLE_FILE = "model.safetensors"
@@ -46,8 +47,8 @@ def save(
     """Write ``config.json``, the weights and the tokenizer's files; vLLM loads the result.
 
     Args:
-        folder: made if absent. A checkpoint that is there is replaced, its superfluous shards
-            removed; other files stay.
+        folder: made if absent. A checkpoint that is there is replaced; its superfluous shards, and
+            what says of its weights that they are quantised, are removed; other files stay.
         dtype: of the stored tensors; routers are float32 always.
         shard_bytes: most bytes of tensors in a file (a single larger tensor has a file to itself);
             one file when None. With more than one file an index is written.
@@ -145,6 +146,8 @@ def _index(files: Mapping[str, list[TensorSpec]], dtype: torch.dtype) -> str:
 def _config(beam: Beam, dtype: torch.dtype) -> str:
     word = str(dtype).removeprefix("torch.")
     data: dict[str, Any] = beam.config.to_dict()
+    for key in CONFIG_KEYS:  # of the files that the weights came from; these are plain
+        data.pop(key, None)
     data["torch_dtype"] = word
     if "dtype" in data:  # the newer name of the same key
         data["dtype"] = word
@@ -259,7 +262,7 @@ def _replace(folder: Path, scratch: Path) -> None:
     backup.mkdir()
     moves = [
         _Move(final=folder / name, new=new.get(name), old=backup / name)
-        for name in sorted({*new, *_weight_files(folder)})
+        for name in sorted({*new, *_old_files(folder)})
     ]
     try:
         for move in moves:
@@ -278,9 +281,11 @@ def _replace(folder: Path, scratch: Path) -> None:
         raise
 
 
-def _weight_files(folder: Path) -> set[str]:
-    """Weight files that are there: what is not overwritten would be read together with the new."""
-    names = {path.name for path in folder.glob("model-*-of-*.safetensors")} | {SINGLE_FILE}
+def _old_files(folder: Path) -> set[str]:
+    """What is there of another checkpoint and would be read together with the new one: its weight
+    files, and the file by which an engine would take plain weights for quantised ones."""
+    names = {path.name for path in folder.glob("model-*-of-*.safetensors")}
+    names |= {SINGLE_FILE, MODELOPT_FILE}
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # no index, or none
         index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
         names.update(name for name in index["weight_map"].values() if Path(name).name == name)

@@ -37,15 +37,17 @@ _FP8_ALGORITHMS: dict[str, Layout] = {
     "FP8": "tensor",
     "FP8_PER_CHANNEL_PER_TOKEN": "channel",
     "FP8_PB_WO": "block",
+    "FP8_BLOCK_SCALES": "block",  # the same, by an earlier name
 }
 _NVFP4_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+_MIXED = "MIXED_PRECISION"
 _FLOAT_FORMATS = ("float-quantized", "naive-quantized")
 _NVFP4_FORMAT = "nvfp4-pack-quantized"
 
 # Scales of activations and of the KV cache: an engine's business, no part of any weight.
 _BYSTANDER = re.compile(
     r"[._](input_scale|input_global_scale|activation_scale|output_scale|prob_output_scale|"
-    r"[kvq]_scale|kv_scale|prob_scale)$"
+    r"[kvq]_scale|[kvq]_zero_point|kv_scale|prob_scale|[kv]_cache\.scale|self_attn\.q\.scale)$"
 )
 
 
@@ -99,10 +101,10 @@ def read_quantisation(folder: Path) -> Quantisation | None:
     """
     config = folder / "config.json"
     data = read_config_json(config) if config.exists() else {}
-    for key in CONFIG_KEYS:
-        if data.get(key) is not None:
-            return parse_quantisation(data[key], f"{key} in {config}")
     older = folder / MODELOPT_FILE
+    for key in CONFIG_KEYS:
+        if data.get(key) is not None and not (_lacks_layers(data[key]) and older.exists()):
+            return parse_quantisation(data[key], f"{key} in {config}")
     if not older.exists():
         return None
     described = read_json(older)
@@ -134,7 +136,7 @@ def _fp8(described: Mapping[str, Any], where: str) -> Quantisation:
     if number_format != "e4m3":
         raise CheckpointError(f"{where} has fmt {shown(number_format)}; {SUPPORTED}")
     block = described.get("weight_block_size")
-    ignored = described.get("modules_to_not_convert") or described.get("ignored_layers")
+    ignored = described.get("ignored_layers") or described.get("modules_to_not_convert")
     return Quantisation(
         method="fp8",
         where=where,
@@ -148,31 +150,53 @@ def _modelopt(described: Mapping[str, Any], where: str) -> Quantisation:
     inner = described.get("quantization", described)
     if not isinstance(inner, Mapping):
         raise CheckpointError(f"{where}: quantization is {shown(inner)}, not an object; restore it")
-    algorithms, groups = [inner.get("quant_algo")], [inner.get("group_size")]
-    if algorithms[0] is None:  # of the KV cache only
+    if inner.get("quant_algo") is None:  # of the KV cache only
         return Quantisation(method="modelopt", where=where)
-    if _upper(algorithms[0]) == "MIXED_PRECISION":
+    entries: list[Mapping[str, Any]] = [inner]
+    if _upper(inner["quant_algo"]) == _MIXED:
         layers = inner.get("quantized_layers")
         entries = list(layers.values()) if isinstance(layers, Mapping) else []
         if not entries or not all(isinstance(entry, Mapping) for entry in entries):
             raise CheckpointError(
                 f"{where} has MIXED_PRECISION without a table quantized_layers; restore the file"
             )
-        algorithms = [entry.get("quant_algo") for entry in entries]
-        groups += [entry.get("group_size") for entry in entries]
-    words = list(dict.fromkeys(_upper(algorithm) for algorithm in algorithms))
-    for word in words:
-        if word not in _FP8_ALGORITHMS and word not in _NVFP4_ALGORITHMS:
+    layouts: list[Layout] = []
+    blocks: set[tuple[int, int]] = set()
+    nvfp4 = False
+    for entry in entries:
+        word = _upper(entry.get("quant_algo"))
+        layout = _FP8_ALGORITHMS.get(word) if isinstance(word, str) else None
+        if word in _NVFP4_ALGORITHMS:
+            nvfp4 = True
+            _check_groups([entry.get("group_size")], where)
+        elif layout is None:
             raise CheckpointError(f"{where} has quant_algo {shown(word)}; {SUPPORTED}")
-    nvfp4 = any(word in _NVFP4_ALGORITHMS for word in words)
+        else:
+            layouts.append(layout)
+        if layout == "block":  # its group is the side of a block
+            side = BLOCK[0] if entry is inner else _number(entry.get("group_size", BLOCK[0]))
+            blocks.add(_block([side, side], "group_size", where))
     if nvfp4:
-        _check_groups(groups, where)
+        _check_groups([inner.get("group_size")], where)
+    if len(blocks) > 1:
+        raise CheckpointError(f"{where} has blocks of several sizes; {SUPPORTED}")
     return Quantisation(
         method="modelopt",
         where=where,
-        layouts=tuple(_FP8_ALGORITHMS[word] for word in words if word in _FP8_ALGORITHMS),
+        layouts=tuple(dict.fromkeys(layouts)),
+        block=blocks.pop() if blocks else BLOCK,
         nvfp4=nvfp4,
-        ignored=_names(inner.get("exclude_modules") or inner.get("ignore"), where),
+        ignored=_names(inner.get("ignore") or inner.get("exclude_modules"), where),
+    )
+
+
+def _lacks_layers(described: Any) -> bool:
+    """Whether ModelOpt's older file has to say which layer is quantised how."""
+    return (
+        isinstance(described, Mapping)
+        and "quantization" not in described
+        and _upper(described.get("quant_algo")) == _MIXED
+        and "quantized_layers" not in described
     )
 
 
@@ -234,6 +258,11 @@ def _upper(word: Any) -> Any:
     return word.upper() if isinstance(word, str) else word
 
 
+def _number(value: Any) -> Any:
+    """A whole number, also where it was written as text."""
+    return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 9 else value
+
+
 def _block(value: Any, key: str, where: str) -> tuple[int, int]:
     if isinstance(value, list | tuple) and len(value) == 2:
         rows, columns = value
@@ -246,7 +275,7 @@ def _block(value: Any, key: str, where: str) -> tuple[int, int]:
 
 def _check_groups(groups: Iterable[Any], where: str) -> None:
     for group in groups:
-        if group not in (None, GROUP):
+        if group is not None and _number(group) != GROUP:
             raise CheckpointError(
                 f"{where} has group_size {shown(group)}; NVFP4 has a scale for each {GROUP} inputs"
             )

@@ -17,6 +17,10 @@ byte of NVFP4 holds two E2M1 codes, the first in its low half. The experts of a 
 have the same with their number in front, under names such as ``gate_up_proj_scale_inv`` and
 ``gate_up_proj_weight_scale``. Products are float32, rounded once to the dtype that was asked for.
 
+Each weight has its own scale here. vLLM gives the parts of a merged projection (q, k, v and gate;
+gate and up rows) one: of NVFP4 it takes one part's factor for all, and FP8 with a scale for each
+tensor it rounds anew to the largest. Exporters write equal ones; where they differ, so do the two.
+
 Sources: vLLM's ``model_executor/layers/quantization``, compressed-tensors
 ``nvfp4_quantized``, transformers ``finegrained_fp8`` (experts in one tensor).
 """
@@ -160,9 +164,22 @@ def find_weight(
             f"tensor {codes.name} in {codes.file} is stored as {codes.dtype}, which does not go "
             f"with {quantisation.where}; one of them is wrong"
         )
+    _refuse_transposed(codes, shape)
     if form == "FP8":
         return _find_fp8(quantisation, headers, codes, stems, shape)
     return _find_nvfp4(quantisation, headers, codes, stems, shape)
+
+
+def _refuse_transposed(codes: Header, shape: tuple[int, ...]) -> None:
+    if len(shape) != 3 or len(codes.shape) != 3:
+        return
+    (_, rows, columns), (_, out, width) = codes.shape, shape
+    if rows != out and rows in (width, width // 2) and columns in (out, out // 2):
+        raise CheckpointError(
+            f"tensor {codes.name} in {codes.file} has shape {list(codes.shape)}: inputs before "
+            "outputs, as Llama 4 stores its experts; Beam's are [experts, outputs, inputs], here "
+            "and in vLLM, so write the checkpoint anew"
+        )
 
 
 def _find_fp8(

@@ -16,7 +16,7 @@ from typing import Any
 from workbench.errors import ServingError, TraceError
 from workbench.files import expand
 from workbench.serving.probe.outlets import UNIX
-from workbench.serving.probe_record import Pass, Reading
+from workbench.serving.probe_record import Pass, Reading, read_header
 from workbench.spec import trace_lines
 from workbench.spec.acceptance import Coefficients
 from workbench.spec.cost_table import CostTable
@@ -89,7 +89,7 @@ class Following(Iterator[Step]):
         Raises:
             StopIteration: the recording has ended, nothing came for ``patience`` seconds, or it was
                 stopped.
-            TraceError: the first line is no header, or the file was written anew.
+            TraceError: the first line is no header of a probe, or the file was written anew.
             ServingError: the file or socket cannot be read.
         """
         quiet = time.monotonic()
@@ -130,14 +130,17 @@ class Following(Iterator[Step]):
 
     def _cut(self, data: bytes) -> None:
         """Whole lines; what is behind the last one waits for its end."""
-        self._held += data
-        *lines, rest = self._held.split(b"\n")
-        for line in lines:
-            if self._too_long:  # this is its end
-                self._too_long = False
-            elif line.strip():
-                self._ready.append(bytes(line))
-        self._held = rest
+        ended, newline, rest = data.rpartition(b"\n")  # what is held has been searched before
+        if newline:
+            first, *others = ended.split(b"\n")
+            for line in (bytes(self._held + first), *others):
+                if self._too_long:  # this is its end
+                    self._too_long = False
+                elif line.strip():
+                    self._ready.append(line)
+            self._held = bytearray(rest)
+        else:
+            self._held += data
         if len(self._held) > trace_lines.LONGEST:
             if not self._too_long:
                 self._ready.append(b"")  # counted as one that cannot be read
@@ -145,7 +148,7 @@ class Following(Iterator[Step]):
 
     def _take(self, line: bytes) -> Step | None:
         if self._reading is None:
-            self._reading = Reading(trace_lines.read_header(line, self._source.name))
+            self._reading = Reading(read_header(line, self._source.name))
             return None
         return self._reading.take(line)
 
@@ -192,7 +195,7 @@ class _Tail:
             if data:
                 self._at += len(data)
                 return data
-            if os.fstat(self._file.fileno()).st_size < self._at:
+            if self._replaced():
                 raise TraceError(f"{self.name} was written anew while it was read; follow it again")
         except OSError as error:
             raise ServingError(f"{self.name} cannot be read ({error.strerror or error})") from error
@@ -202,6 +205,18 @@ class _Tail:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+    def _replaced(self) -> bool:
+        """Whether it is shorter by now, or another file has its name; one that was removed is not
+        over, since who writes it may go on."""
+        ours = os.fstat(self._file.fileno())
+        if ours.st_size < self._at:
+            return True
+        try:
+            named = self._path.stat()
+        except FileNotFoundError:
+            return False
+        return (named.st_dev, named.st_ino) != (ours.st_dev, ours.st_ino)
 
     def _open(self) -> bool:
         try:

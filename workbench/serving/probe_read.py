@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 
 from workbench.errors import TraceError
 from workbench.files import expand
-from workbench.serving.probe.lines import RECORDED_BY
 from workbench.serving.probe_follow import Following as Following
 from workbench.serving.probe_follow import follow as follow
 from workbench.serving.probe_record import Pass as Pass
-from workbench.serving.probe_record import Reading
+from workbench.serving.probe_record import Reading, read_header
 from workbench.spec import trace_lines
 from workbench.spec.acceptance import Coefficients
 from workbench.spec.cost_table import CostTable
@@ -90,12 +89,7 @@ def read_probe(path: str | os.PathLike[str]) -> ProbeRun:
             raise TraceError(f"{where} is not a regular file; give a recording of the probe")
         with where.open("rb") as file:
             found = trace_lines.lines(file)
-            header = trace_lines.read_header(next(found, b""), str(where))
-            if header.get("recorded_by") != RECORDED_BY:
-                raise TraceError(
-                    f"{where} is a trace, but not of the probe; read it with workbench.Trace.read"
-                )
-            reading = Reading(header)
+            reading = Reading(read_header(next(found, b""), str(where)))
             steps: list[Step] = []
             passes: list[Pass] = []
             for line in found:

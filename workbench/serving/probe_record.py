@@ -7,7 +7,8 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.errors import DraftError
+from workbench.errors import DraftError, TraceError
+from workbench.serving.probe.lines import RECORDED_BY
 from workbench.spec import trace_lines
 from workbench.spec.acceptance import Coefficients
 from workbench.spec.cost_table import CostTable
@@ -34,6 +35,20 @@ class Pass:
     plain: int
     sampling: int
     budget: int | None = None
+
+
+def read_header(line: bytes, where: str) -> dict[str, Any]:
+    """The header in the first line of a recording.
+
+    Raises:
+        TraceError: it is no trace, or not of the probe.
+    """
+    header = trace_lines.read_header(line, where)
+    if header.get("recorded_by") != RECORDED_BY:
+        raise TraceError(
+            f"{where} is a trace, but not of the probe; read it with workbench.Trace.read"
+        )
+    return header
 
 
 class Reading:
@@ -84,7 +99,7 @@ class Reading:
         elif what == "inconsistent":
             self.inconsistent += 1
         elif what == "end":
-            self.ended = str(data["reason"])[:400]
+            self.ended = _clean(data["reason"], 400)
         # What a later probe says besides is no reason to stop.
 
 
@@ -114,7 +129,7 @@ def _pass_of(data: dict[str, Any]) -> Pass:
     budget = said.get("budget")
     return Pass(
         number=_whole(said["pass"]),
-        at=float(said["at"]),
+        at=_seconds(said["at"]),
         plain=_whole(said["plain"]),
         sampling=_whole(said["sampling"]),
         budget=None if budget is None else _whole(budget),
@@ -127,17 +142,30 @@ def _tables(data: dict[str, Any], header: dict[str, Any]) -> CostTable:
     largest = max(size for size, _ in (*draft, *verify))
     engine = header.get("engine")
     version = engine.get("version") if isinstance(engine, dict) else None
-    context = f", context {data['context']:,}" if data.get("context") else ""
+    length = data.get("context")
+    context = f", context {_whole(length):,}" if length else ""
     return CostTable(
         draft=draft,
         verify=verify,
         captured=data["captured"] or largest,
-        label=f"vLLM {version or ''}'s own start-up profile{context}, "
-        f"{header.get('date', 'date not recorded')}",
+        label=f"vLLM {_clean(version or '', 40)}'s own start-up profile{context}, "
+        f"{_clean(header.get('date', 'date not recorded'), 40)}",
     )
 
 
 def _whole(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{value!r:.40} is no whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r:.40} is no count")
     return value
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ValueError(f"{value!r:.40} is no time")
+    return float(value)
+
+
+def _clean(value: object, most: int) -> str:
+    """Text of a file to print: one line without control characters."""
+    text = value if isinstance(value, str) else type(value).__name__
+    return "".join(sign if sign.isprintable() else "?" for sign in text[:most])

@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,10 +69,22 @@ def check_arguments(words: list[str], *, engine: str | Path | None = None) -> Ch
     return Checked(by=f"the recorded option names of vLLM {recorded()['vllm']}", remark=remark)
 
 
+@contextmanager
+def _nowhere() -> Iterator[str]:
+    """A folder to run in, so that no file here hides a module: an empty one where there can be."""
+    try:
+        made = tempfile.TemporaryDirectory()
+    except OSError:  # a system that is read-only throughout
+        yield os.sep
+        return
+    with made as folder:
+        yield folder
+
+
 def _asked(python: str, words: list[str]) -> tuple[tuple[str, str | None] | None, str | None]:
     """(version, refusal) by the parser; or None and why it could not be asked."""
     variables = {k: v for k, v in os.environ.items() if k not in ("VLLM_API_KEY", "HF_TOKEN")}
-    with tempfile.TemporaryDirectory() as nowhere:  # so that no file here hides a module
+    with _nowhere() as nowhere:
         try:
             done = subprocess.run(
                 [python, "-c", _SOURCE.read_text("utf-8")],

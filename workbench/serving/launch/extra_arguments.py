@@ -92,9 +92,16 @@ def check_extra(extra: Any, taken: Set[str]) -> tuple[str, ...]:
     for word in words:
         if not _is_option(word):
             continue
-        if not word.startswith("--") or word == "--":
+        if not word.startswith("--") or _name(word) == "--":
             raise ServingError(f"write {shown(word)} out in full, as its name with --")
         _check(word, taken)
+    for option, values in _grouped(words):
+        _, sets = recorded()["options"].get(_name(option), (None, None))
+        if sets is not None and values:
+            raise ServingError(
+                f"{option} takes no value, not {shown(values[0])}; its opposite has a name of its "
+                "own, see vllm serve --help"
+            )
     return words
 
 
@@ -115,6 +122,8 @@ def _check(word: str, taken: Set[str]) -> None:
             what = f"say it with {where}" if where else "change what it comes from"
             # Its value stays out of the message: of an abbreviation it may be anything.
             raise ServingError(f"{name} says a second time what {option} says; {what}")
+    if meant and name not in options:
+        raise ServingError(f"write {name} out in full: {', '.join(sorted(meant)[:3])}")
 
 
 def unknown_options(words: Sequence[str]) -> tuple[str, ...]:
@@ -125,17 +134,22 @@ def unknown_options(words: Sequence[str]) -> tuple[str, ...]:
 def keywords_of(extra: Sequence[str]) -> dict[str, Any]:
     """The words as keywords of ``vllm.LLM``; what only a server takes is left out.
 
-    A value is read as JSON where it is some, else as text; ``--a.b 1`` is ``a={"b": 1}``.
+    A value is read as JSON where it is some, else as text; ``--a.b 1`` is ``a={"b": 1}``. Of an
+    option that is said twice the last counts, as for the engine's parser.
 
     Raises:
-        ServingError: a value and a part of it are both given.
+        ServingError: a value and a part of it are both given, or an option lacks its value.
     """
     keywords: dict[str, Any] = {}
+    whole, parts = set[str](), set[str]()
     for word, values in _grouped(extra):
         path = word.partition("=")[0].split(".")[1:]
         keyword, value = _keyword(word, values)
         if server_only(keyword):
             continue
+        (parts if path else whole).add(keyword)
+        if keyword in parts & whole:
+            raise ServingError(f"{_name(word)} is given whole and in part; keep one of them")
         place, last = keywords, keyword
         for part in path:
             inner = place.setdefault(last, {})
@@ -167,6 +181,8 @@ def _keyword(option: str, values: list[str]) -> tuple[str, Any]:
     plain = name.removeprefix("--").removeprefix("no-").replace("-", "_")
     keyword, sets = recorded()["options"].get(name, (plain, not name.startswith("--no-")))
     if not values:
+        if sets is None and name in recorded()["options"]:
+            raise ServingError(f"{option} wants a value; write it behind")
         return keyword, True if sets is None else sets
     read = [_value(value) for value in values]
     return keyword, read[0] if len(read) == 1 else read

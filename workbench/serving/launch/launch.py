@@ -260,9 +260,12 @@ def launch_of(
 
     Raises:
         ServingError: the plan does not run; or as for :class:`Launch`.
+        ConfigError: the drafter's folder holds another model's.
     """
     if not plan.runs:
         raise ServingError(plan.verdict)
+    path("checkpoint", checkpoint)  # before an empty one is taken for none
+    path("drafter", drafter)
     speculation = plan.speculation
     if speculation is None and (drafter is not None or adaptive):
         raise ServingError("the plan has no drafter; plan with one before it is served with one")
@@ -272,6 +275,7 @@ def launch_of(
             drafter=whole_path(drafter or speculation.drafter),
             adaptive=speculation.adaptive if adaptive is None else adaptive,
         )
+        _check_drafter(plan.config, speculation)
     return Launch(
         layout=plan.layout,
         kv=plan.kv.settings,
@@ -316,7 +320,8 @@ def launch_for(
         options: further attributes of :class:`Launch`.
 
     Raises:
-        ModelNotFoundError, ConfigError: there is no such model.
+        ModelNotFoundError, ConfigError: there is no such model, or the drafter's folder holds
+            another model's.
         SizingError, ServingError: as for :class:`Launch`.
     """
     from workbench.model.presets import bundled_drafter, drafter_of, resolve
@@ -328,6 +333,8 @@ def launch_for(
         config, title, folder = resolved.config, resolved.name, resolved.folder
     if tp is None:
         tp = 4 if title == "beam-501b" and dp == 1 and not expert_parallel else 1
+    path("checkpoint", checkpoint)  # before an empty one is taken for none
+    path("drafter", drafter)
     layout = Layout(tp=tp, dp=dp, expert_parallel=expert_parallel)
     layout.check(config)
     kv = checked_settings(
@@ -351,6 +358,7 @@ def launch_for(
         speculation = Speculation(
             drafter=whole_path(found), tokens=speculative_tokens, adaptive=adaptive
         )
+        _check_drafter(config, speculation)
     for reason in refusals(config, precision("bf16"), layout, kv, speculation):
         raise ServingError(reason)
     return Launch(
@@ -362,6 +370,15 @@ def launch_for(
         cpu=cpu,
         **options,
     )
+
+
+def _check_drafter(target: BeamConfig, speculation: Speculation) -> None:
+    """What is here has to be a drafter of the model; what is not is for the engine to find."""
+    from workbench.model.drafter_config import DFlash2Config
+
+    folder = speculation.drafter
+    if folder is not None and is_path(folder) and os.path.isfile(f"{folder}/config.json"):
+        DFlash2Config.from_json(folder).check_target(target)
 
 
 def is_path(model: str) -> bool:
@@ -377,7 +394,9 @@ def whole_path(model: str | None) -> str | None:
     """
     if model is None or not isinstance(model, str) or not is_path(model):
         return model
-    return os.path.abspath(expand(model))
+    folder = expand(model)
+    # What is above a link is not what stands before it.
+    return os.path.realpath(folder) if ".." in folder.parts else os.path.abspath(folder)
 
 
 def _url(host: str, port: int) -> str:

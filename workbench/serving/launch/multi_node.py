@@ -73,8 +73,10 @@ def multi_node(launch: Launch, *, head: str | None = None) -> MultiNode:
             f"{layout.name} cannot be spread evenly over {launch.hosts} hosts of "
             f"{launch.host_gpus} GPUs, as the engine wants it; take another layout"
         )
-    if head is not None and (not isinstance(head, str) or not head.strip() or head[0] == "-"):
-        raise ServingError(f"the head host's address is text, not {shown(head)}")
+    if head is not None and not _is_host(head):
+        raise ServingError(
+            f"the head host's address is a name or number without blanks, not {shown(head)}"
+        )
     first = head or HEAD
     gpus = launch.host_gpus
     # Ray hands its workers the environment that it was started in.
@@ -111,6 +113,15 @@ def ray_keywords(launch: Launch) -> dict[str, Any]:
 def _spans(launch: Launch) -> bool:
     """Whether a data-parallel group needs more than one host."""
     return launch.layout.dp > 1 and launch.layout.tp > (launch.host_gpus or launch.layout.tp)
+
+
+def _is_host(head: Any) -> bool:
+    return (
+        isinstance(head, str)
+        and head != ""
+        and head[0] != "-"
+        and all(sign.isprintable() and not sign.isspace() for sign in head)
+    )
 
 
 def _variables(variables: dict[str, str]) -> str:

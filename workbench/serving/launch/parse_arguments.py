@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -110,6 +111,8 @@ def literals(annotation: Any) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "alarm"):
+        signal.alarm(600)  # whoever asked may have been killed: a parser that hangs ends by itself
     asked = json.load(sys.stdin)
     import vllm
 

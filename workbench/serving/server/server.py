@@ -17,6 +17,7 @@ program alone. What ends what:
   stale then, which whoever reads it next sees and removes.
 - The guard is killed: the supervisor kills the group, and what had left the group.
 - Both are killed at once: Linux sends the engine SIGTERM, and its own shutdown has to do the rest.
+  An engine that goes on all the same is still found, and ``stop()`` ends it and its group.
 - The program ends, is killed, or a notebook's kernel restarts: with ``keep=True`` (the library's
   default) the server goes on, and :func:`running` or :func:`attach` finds it again; with
   ``keep=False`` (the command line's) it ends.
@@ -32,9 +33,9 @@ of ours has it.
 
 from __future__ import annotations
 
-import http.client
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -45,10 +46,11 @@ from typing import Any
 
 from workbench.errors import ServingError
 from workbench.model.asked import shown
-from workbench.model.config import is_number
+from workbench.model.config import is_int, is_number
 from workbench.serving.address import Address
 from workbench.serving.launch.engine_program import engine_command
 from workbench.serving.launch.launch import Launch
+from workbench.serving.server.left_over import end_left_over
 from workbench.serving.server.server_state import State, states
 from workbench.serving.server.starting import (
     check_port,
@@ -68,6 +70,8 @@ Say = Callable[[Progress], object]
 START_SECONDS = 3600.0  # half a terabyte of weights from a slow disk
 STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.2
+_HEALTH_SECONDS = 2.0
+_STATUS = slice(8, 13)  # of "HTTP/1.1 200 OK"
 
 
 class EngineEndedError(ServingError):
@@ -114,9 +118,8 @@ class Server:
     @property
     def alive(self) -> bool:
         """Whether it runs, ready or not."""
-        if self._child is not None:
-            return self._child.poll() is None
-        return self.state.supervisor.alive
+        owned = self.state.supervisor.alive if self._child is None else self._child.poll() is None
+        return owned or self.state.left_over
 
     @property
     def clean(self) -> bool:
@@ -152,6 +155,11 @@ class Server:
                 _tell(say, progress)
             if not alive:
                 raise self._ended()
+            if self.state.left_over:
+                raise ServingError(
+                    f"what owned {self.model} was killed and its engine goes on alone, process "
+                    f"{self.state.engine.pid}; stop() or workbench serve --stop {self.port} ends it"
+                )
             if _healthy(self.address) and self.alive:
                 text = f"{self.model} is ready at {self.address}"
                 _tell(say, Progress(seconds=self.seconds, stage="ready", text=text))
@@ -170,6 +178,8 @@ class Server:
                 self._child.stdin.close()
         self._signal(signal.SIGTERM)
         while self.alive or self.state.guard.alive:
+            if self.state.left_over:
+                end_left_over(self.state)
             if time.monotonic() > until:  # a supervisor that hangs: its end makes the guard end
                 self._signal(signal.SIGKILL)
                 if time.monotonic() > until + self.state.stop_seconds + 15.0:
@@ -210,7 +220,7 @@ class Server:
         }
 
     def _signal(self, number: int) -> None:
-        if self.alive:  # else its id may be another process by now
+        if self.state.supervisor.alive:  # else its id may be another process by now
             with suppress(OSError):
                 os.kill(self.pid, number)
 
@@ -313,7 +323,7 @@ def attach(port: int | None = None, *, pid: int | None = None) -> Server:
     if found:
         raise ServingError(f"several servers run: {others}; name one by its port")
     asked = " and ".join(
-        f"{name} {shown(value)}"
+        f"{name} {value if is_int(value) else shown(value)}"
         for name, value in (("port", port), ("process", pid))
         if value is not None
     )
@@ -330,14 +340,21 @@ def stop_all() -> tuple[Server, ...]:
 
 
 def _healthy(address: Address) -> bool:
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=2.0)
+    """Whether it answers 200, within two seconds in all; only the first line of it counts."""
+    until, answer = time.monotonic() + _HEALTH_SECONDS, b""
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    asked = f"GET {address.path}/health HTTP/1.1\r\nHost: {host}:{address.port}\r\n"
     try:
-        connection.request("GET", f"{address.path}/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        with socket.create_connection((address.host, address.port), _HEALTH_SECONDS) as connection:
+            connection.sendall(f"{asked}Connection: close\r\n\r\n".encode("ascii"))
+            while len(answer) < _STATUS.stop and (left := until - time.monotonic()) > 0:
+                connection.settimeout(left)
+                if not (part := connection.recv(_STATUS.stop - len(answer))):
+                    break
+                answer += part
+    except (OSError, ValueError):  # ValueError: a host that is no ASCII
         return False
-    finally:
-        connection.close()
+    return answer.startswith(b"HTTP/1.") and answer[_STATUS] == b" 200 "
 
 
 def _tell(say: Say | None, progress: Progress) -> None:
@@ -347,6 +364,8 @@ def _tell(say: Say | None, progress: Progress) -> None:
 
 def _in_words(code: int) -> str:
     """An exit status of the supervisor, which is the engine's."""
+    if code == 0:
+        return ", or was stopped by another program (exit code 0),"
     if code < 0:
         return f" with its supervisor, which was ended by signal {-code}"
     if code > 128:

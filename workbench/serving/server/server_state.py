@@ -1,7 +1,8 @@
 """Which servers run: a small file for each, in the user's cache, that outlives whoever started it.
 
 A process is named by its id and the time it began, since ids are used again. A file whose processes
-are gone is stale and is removed by whoever sees it; files of another machine (a home folder can be
+are gone is stale and is removed by whoever sees it; one whose engine goes on without an owner is
+kept, so that the engine can be found and ended. Files of another machine (a home folder can be
 shared) are left alone. No file holds a secret: a key is never among a launch's words.
 """
 
@@ -12,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,8 +23,10 @@ from typing import Any
 
 from workbench.errors import ServingError
 from workbench.files import FileError, cache_folder, read_json, write_whole
+from workbench.serving.address import Address
 
 _VERSION = 1
+_LOCK_SECONDS = 10.0  # what is done under it takes milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,11 @@ class State:
     keep: bool
     stop_seconds: float
 
+    @property
+    def left_over(self) -> bool:
+        """Whether the engine goes on although both that own it were killed."""
+        return not self.supervisor.alive and not self.guard.alive and self.engine.alive
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
@@ -75,7 +84,7 @@ class State:
         """The state in a document.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError, OverflowError: it is none.
         """
         values = {field.name: data[field.name] for field in fields(cls)}
         for name in ("supervisor", "guard", "engine"):
@@ -86,6 +95,7 @@ class State:
         values |= {name: float(values[name]) for name in ("began", "stop_seconds")}
         values["command"] = tuple(str(word) for word in values["command"])
         values["keep"] = bool(values["keep"])
+        Address.of(values["url"], foreign=True)  # a ServingError is a ValueError
         return cls(**values)
 
 
@@ -131,7 +141,13 @@ def state_folder() -> Path:
     Raises:
         ServingError: it cannot be made.
     """
-    folder = cache_folder() / "servers"
+    try:
+        # From the root: what stands in a file is read by programs in other folders.
+        folder = Path(os.path.abspath(cache_folder() / "servers"))
+    except (OSError, RuntimeError) as error:  # an account without a home, a folder that is gone
+        raise ServingError(
+            f"there is no folder for what servers leave ({error}); set BEAM_WORKBENCH_CACHE to one"
+        ) from error
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -151,7 +167,7 @@ def save(state: State) -> None:
     with _lock():
         path = _path(state.port)
         other = _read(path)
-        if other is not None and other.supervisor.alive:
+        if other is not None and (other.supervisor.alive or other.left_over):
             raise ServingError(
                 f"port {state.port} belongs to the server {other.model} (process "
                 f"{other.supervisor.pid}); stop it or choose another port"
@@ -175,12 +191,13 @@ def remove(state: State) -> None:
 
 
 def states() -> tuple[State, ...]:
-    """The servers of this machine that run, by port; files of those that do not are removed."""
+    """The servers of this machine that run, left over ones too, by port. Stale files are removed
+    with that."""
     found = []
     with _lock():
         for path in sorted(state_folder().glob(f"*.{_mark()}.json")):
             state = _read(path)
-            if state is not None and state.supervisor.alive:
+            if state is not None and (state.supervisor.alive or state.left_over):
                 found.append(state)
             # One whose supervisor was killed is being ended by its guard, and then it is gone.
             elif state is None or not state.guard.alive:
@@ -212,7 +229,7 @@ def _read(path: Path) -> State | None:
         if data["machine"] != machine() or data["version"] != _VERSION:
             return None
         return State.from_dict(data)
-    except (FileError, KeyError, TypeError, ValueError, AttributeError):
+    except (FileError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
 
 
@@ -233,7 +250,23 @@ def _lock() -> Iterator[None]:
             "BEAM_WORKBENCH_CACHE to another folder"
         ) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        until = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise ServingError(
+                        f"another program has held {path} for {_LOCK_SECONDS:.0f} s; see which "
+                        "(fuser, lsof) and end it, or set BEAM_WORKBENCH_CACHE to another folder"
+                    ) from None
+                time.sleep(0.01)
+            except OSError as error:  # some network file systems have no locks
+                raise ServingError(
+                    f"{path} cannot be locked ({error.strerror or error}); set "
+                    "BEAM_WORKBENCH_CACHE to a folder of this machine"
+                ) from error
         yield
     finally:
         os.close(descriptor)

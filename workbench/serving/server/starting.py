@@ -24,6 +24,7 @@ from workbench.serving.server.startup_progress import last_lines
 
 _FIRST_WORD_SECONDS = 60.0  # for two small Pythons to begin
 _LOGS = 20  # logs that are kept
+_HEAD = "workbench: "
 _UNASKABLE = ("ssl_keyfile", "ssl_certfile")
 
 
@@ -70,8 +71,9 @@ def check_port(launch: Launch) -> None:
     """
     ours = next((state for state in states() if state.port == launch.port), None)
     if ours is not None:
+        what = "what is left of your server" if ours.left_over else "your server"
         raise ServingError(
-            f"port {launch.port} belongs to your server {ours.model}, process "
+            f"port {launch.port} belongs to {what} {ours.model}, process "
             f"{ours.supervisor.pid}; attach to it, stop it or choose another port"
         )
     family = socket.AF_INET6 if ":" in launch.host else socket.AF_INET
@@ -97,7 +99,7 @@ def open_log(log: str | Path | None, port: int, command: list[str]) -> tuple[Pat
         path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{port}-{os.getpid()}.log"
     else:
         path = Path(os.path.abspath(expand(log)))
-    head = f"workbench: {time.strftime('%Y-%m-%d %H:%M:%S')} {json.dumps(command)}\n"
+    head = f"{_HEAD}{time.strftime('%Y-%m-%d %H:%M:%S')} {json.dumps(command)}\n"
     try:
         if log is None:
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -164,22 +166,26 @@ def start_supervised(
             child.stdin.write((json.dumps(request) + "\n").encode())
             child.stdin.flush()
         line = _first_line(child.stdout)
+        answer: dict[str, Any] = json.loads(line) if line else {}
+        child.stdout.close()
+        if "state" not in answer:
+            with suppress(OSError):
+                child.stdin.close()
+            child.wait()
+            lines = last_lines(log, state["log_start"], 1)
+            known = [line for line in lines if not line.startswith(_HEAD)]  # ours says nothing
+            said = answer.get("error") or "; ".join(known) or "its supervisor ended at once"
+            raise ServingError(f"{state['model']} was not started: {said}; the log is {log}")
+        made = State.from_dict(answer["state"])
+        if state["keep"]:
+            child.stdin.close()
     except BaseException:
-        child.stdin.close()
+        with suppress(OSError):
+            child.stdin.close()
         child.terminate()
         child.wait()
         raise
-    answer: dict[str, Any] = json.loads(line) if line else {}
-    child.stdout.close()
-    if "state" not in answer:
-        with suppress(OSError):
-            child.stdin.close()
-        child.wait()
-        said = answer.get("error") or "; ".join(last_lines(log, state["log_start"], 1))
-        raise ServingError(f"{state['model']} was not started: {said or f'see {log}'}")
-    if state["keep"]:
-        child.stdin.close()
-    return State.from_dict(answer["state"]), child
+    return made, child
 
 
 def _first_line(stream: IO[bytes]) -> bytes:

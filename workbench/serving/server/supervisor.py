@@ -112,7 +112,8 @@ def main() -> int:
         ended = _watch(guard, wakes, keep=state.keep)
     finally:
         code = guard.finish()
-        remove(state)
+        with suppress(WorkbenchError):  # whoever reads it next sees that it is stale
+            remove(state)
     return _report(ended, code)
 
 
