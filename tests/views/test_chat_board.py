@@ -311,6 +311,49 @@ def test_settings_of_a_page() -> None:
     assert not server.chats[1].keys() & {"temperature", "max_tokens"}
 
 
+@pytest.mark.parametrize(
+    ("chosen", "field", "value"),
+    [("high", "reasoning_effort", "high"),
+     (True, "chat_template_kwargs", {"thinking": True, "enable_thinking": True})],
+)  # fmt: skip
+def test_reasoning_and_tools_are_chosen_on_the_page(chosen: Any, field: str, value: Any) -> None:
+    with fake.serving(fake.say("a"), fake.say("b"), fake.say("c")) as server:
+        board = chat(server.url, tools=[add])
+        page = Page(board)
+        page.press("send", text="a", settings={"reasoning": chosen}, tools=False)
+        board.wait(20)
+        assert board.widget.settings["tools"] is False
+        page.press("send", text="b", settings={"reasoning": None}, tools=True)
+        board.wait(20)
+        page.press("send", text="c", settings={"reasoning": "hard"}, tools=True)
+        assert "reasoning is none, low" in board.widget.status
+    assert server.chats[0][field] == value
+    assert "tools" not in server.chats[0]
+    assert field not in server.chats[1]
+    assert [t["function"]["name"] for t in server.chats[1]["tools"]] == ["add"]
+
+
+def test_clear_takes_all_back_and_not_while_a_turn_is_under_way() -> None:
+    with fake.serving(fake.say("1"), fake.document({}, code=500), fake.drips()) as server:
+        board = chat(server.url)
+        page = Page(board)
+        board.send("a")
+        board.wait(20)
+        page.press("send", text="b")
+        with pytest.raises(ServingError):
+            board.wait(20)
+        assert page.kinds() == ["user", "answer", "user", "error"]
+        page.press("clear")
+        assert page.blocks == {}
+        assert board.chat.turns == ()
+        page.press("send", text="c")
+        wait_for(lambda: page.kinds() == ["user", "answer"] and page.last("answer")["text"])
+        page.press("clear")
+        assert "still under way" in board.widget.status
+        board.stop()
+        assert [m["content"] for m in server.chats[-1]["messages"]] == ["c"]
+
+
 # -- text that is not ours ------------------------------------------------------------------------
 
 
@@ -391,6 +434,7 @@ def test_the_page_s_script_knows_no_markup() -> None:
         assert banned not in script
     used = set(re.findall(r"bw-chat-([a-z-]+)", (folder / "chat.css").read_text("utf-8")))
     named = set(re.findall(r'make\("[a-z]+", "([a-z-]+)"', script))
+    named |= set(re.findall(r'new Passage\("([a-z-]+)"', script))
     named |= set(re.findall(r"bw-chat-([a-z-]+)", script)) | {"user", "error", "is-null"}
     assert used <= named
 
@@ -425,6 +469,7 @@ def test_a_recorded_chat_is_a_page_and_a_text_that_is_always_the_same(tmp_path: 
     assert "vLLM 0.33, a laptop" in view.html
     assert "Be brief." in view.html
     assert "first token after" in view.html
+    assert ">system prompt<" in view.html
     assert view.html.count("<details") == 2  # what it was told, and what it thought
 
 
@@ -478,11 +523,19 @@ class Model {
 """
 
 
-@pytest.fixture
-def script(chromium_path: str) -> Iterator[Any]:
-    """A page with the script in it; ``show(fields)`` draws it, ``tell(message)`` is the kernel."""
+@pytest.fixture(scope="module")
+def browser(chromium_path: str) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
+    with sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=chromium_path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def script(browser: Any) -> Iterator[Any]:
+    """A page with the script in it; ``show(fields)`` draws it, ``tell(message)`` is the kernel."""
     folder = Path(__file__).parents[2] / "workbench" / "views"
     code = (folder / "chat.js").read_text("utf-8").replace("export default", "window.widget =")
     style = (folder / "chat.css").read_text("utf-8")
@@ -494,15 +547,13 @@ def script(chromium_path: str) -> Iterator[Any]:
     }};
     window.tell = (message) => window.model.tell("msg:custom", message);
     </script>"""
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=chromium_path, args=["--no-sandbox"])
-        shown = browser.new_page(viewport={"width": 1280, "height": 900})
-        troubles: list[str] = []
-        shown.on("pageerror", lambda error: troubles.append(str(error)))
-        shown.set_content(page)
-        yield shown
-        assert not troubles
-        browser.close()
+    shown = browser.new_page(viewport={"width": 1280, "height": 900})
+    troubles: list[str] = []
+    shown.on("pageerror", lambda error: troubles.append(str(error)))
+    shown.set_content(page)
+    yield shown
+    assert not troubles
+    shown.close()
 
 
 def fields(board: ChatBoard) -> dict[str, Any]:
@@ -552,7 +603,9 @@ def test_the_script_s_keys_buttons_and_folding(script: Any) -> None:
     script.get_by_label("temperature").fill("0.5")
     box.press("Enter")
     assert sent()[1]["kind"] == "send"
-    assert sent()[1]["settings"] == {"temperature": 0.5, "max_tokens": None}
+    assert sent()[1]["settings"] == {"temperature": 0.5, "max_tokens": None, "reasoning": None}
+    assert sent()[1]["tools"] is True
+    assert not script.get_by_label("tools").is_visible()  # this chat has none
     script.evaluate("() => { tell({ kind: 'taken' }); model.set('state', 'writing'); }")
     assert box.input_value() == ""
     box.fill("too early")
@@ -570,12 +623,114 @@ def test_the_script_s_keys_buttons_and_folding(script: Any) -> None:
     assert script.get_by_text("hm", exact=True).is_visible()  # while it is all there is
     script.evaluate(add, {"text": "so"})
     assert not script.get_by_text("hm", exact=True).is_visible()
-    script.get_by_text("reasoning", exact=True).click()
+    script.locator("summary", has_text="reasoning").click()
     script.evaluate(add, {"text": " it goes on"})
     assert script.get_by_text("hm", exact=True).is_visible()  # whoever opened it reads it
+    # One that was cut off while it thought has nothing else to read; one that calls a tool has.
+    cut = {"id": 5, "kind": "answer", "reasoning": "why", "text": "", "foot": "cut off"}
+    script.evaluate("b => tell({ kind: 'changes', changes: [{ new: b }] })", cut)
+    assert script.get_by_text("why", exact=True).is_visible()
+    call = {"id": 6, "kind": "call", "name": "add", "arguments": "", "done": False}
+    script.evaluate("b => tell({ kind: 'changes', changes: [{ new: b }] })", call)
+    assert not script.get_by_text("why", exact=True).is_visible()
     script.evaluate("() => model.set('state', 'ready')")
     script.get_by_role("button", name="Undo").click()
     assert sent()[-1] == {"kind": "undo"}
     script.evaluate("() => model.tell('comm:close')")
     assert "kernel has ended" in script.get_by_role("status").inner_text()
     assert script.get_by_role("button", name="Send").is_disabled()
+
+
+@pytest.mark.browser
+def test_an_empty_page_is_small_and_says_what_to_do(script: Any) -> None:
+    board = chat("http://127.0.0.1:9")
+    script.evaluate("fields => show(fields)", fields(board))
+    page = script.get_by_role("log")
+    assert "press Enter" in page.inner_text()
+    assert page.bounding_box()["height"] < 100  # the box to write in is in sight
+    for name in ("Undo", "Clear", "Stop"):
+        assert script.get_by_role("button", name=name).is_disabled()
+    lines = "line\n" * 80
+    said = {"new": {"id": 0, "kind": "answer", "reasoning": "", "text": lines, "foot": ""}}
+    script.evaluate("change => tell({ kind: 'changes', changes: [change] })", said)
+    assert "press Enter" not in page.inner_text()
+    assert 300 < page.bounding_box()["height"] < 400
+    left = "e => e.scrollHeight - e.scrollTop - e.clientHeight"
+    more = {"id": 0, "add": {"text": "so many words " * 300}}
+    script.evaluate("change => tell({ kind: 'changes', changes: [change] })", more)
+    assert page.evaluate(left) < 2
+    script.set_viewport_size({"width": 500, "height": 900})  # its lines are more by that
+    script.wait_for_timeout(100)
+    assert page.evaluate(left) < 2
+    script.evaluate("() => tell({ kind: 'reset', blocks: [] })")
+    assert "press Enter" in page.inner_text()
+
+
+@pytest.mark.browser
+def test_the_keyboard_stays_in_the_box_and_clear_is_asked_twice(script: Any) -> None:
+    board = chat("http://127.0.0.1:9", tools=[add])
+    script.evaluate("fields => show(fields)", fields(board))
+    said = {"new": {"id": 0, "kind": "user", "text": "hello"}}
+    script.evaluate("change => tell({ kind: 'changes', changes: [change] })", said)
+    focused = lambda: script.evaluate("document.activeElement.ariaLabel")  # noqa: E731
+    box = script.get_by_label("Message")
+    script.get_by_label("tools").uncheck()
+    script.get_by_label("reasoning").select_option("on")
+    box.fill("a")
+    script.get_by_role("button", name="Send").click()
+    assert focused() == "Message"  # and not the page, where "d d" deletes the cell
+    sent = lambda: script.evaluate("model.sent")  # noqa: E731
+    assert (sent()[-1]["tools"], sent()[-1]["settings"]["reasoning"]) == (False, True)
+    clear = script.locator("button", has_text="Clear")
+    clear.click()
+    assert sent()[-1]["kind"] == "send"
+    assert clear.inner_text() == "Clear all?"
+    clear.click()
+    assert sent()[-1] == {"kind": "clear"}
+    assert focused() == "Message"
+    # A server that is silent is seen to be.
+    script.evaluate("() => tell({ kind: 'heard' })")
+    script.evaluate("() => { model.set('status', 'waiting for the server'); }")
+    script.evaluate("() => { model.set('state', 'writing'); }")
+    status = script.get_by_role("status")
+    assert status.inner_text() == "waiting for the server"
+    script.wait_for_function(
+        "() => /server, \\d s/.test(document.querySelector('[role=status]').innerText)"
+    )
+    assert script.get_by_role("log").get_attribute("aria-busy") == "true"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("letters", ["A" * 300_000, "a\n" * 150_000])
+def test_a_text_without_an_end_does_not_hold_the_page(script: Any, letters: str) -> None:
+    board = chat("http://127.0.0.1:9")
+    script.evaluate("fields => show(fields)", fields(board))
+    new = {"new": {"id": 0, "kind": "answer", "reasoning": letters, "text": "", "foot": ""}}
+    script.evaluate("change => tell({ kind: 'changes', changes: [change] })", new)
+    begin = time.monotonic()
+    for part in range(6):
+        change = {"id": 0, "add": {"text": letters[50_000 * part : 50_000 * (part + 1)]}}
+        script.evaluate("c => { tell({ kind: 'changes', changes: [c] }); }", change)
+        script.evaluate("document.body.offsetHeight")
+    assert time.monotonic() - begin < 25
+    shown = script.locator(".bw-chat-answer > .bw-chat-text").text_content()
+    assert shown.startswith(letters[:100_000])
+    assert "… 200,000 letters more" in shown
+    assert len(shown) < 100_100
+    script.evaluate("() => tell({ kind: 'changes', changes: [{ id: 0, set: { text: 'b' } }] })")
+    assert script.locator(".bw-chat-answer > .bw-chat-text").text_content() == "b"
+    # Letters of one width: Chromium takes minutes for an endless line of others.
+    family = "e => getComputedStyle(e).fontFamily"
+    assert "monospace" in script.locator(".bw-chat-answer > .bw-chat-text").evaluate(family)
+    assert "monospace" in script.locator(".bw-chat-thought").evaluate(family)
+
+
+def test_the_page_that_stays_is_no_longer_than_the_live_one() -> None:
+    with fake.serving(fake.say("A" * 150_000)) as server:
+        talk = Chat(Client(server.url))
+        talk.send("a")
+    view = conversation(talk.conversation)
+    assert view.html is not None
+    assert "… 50,000 letters more" in view.html
+    assert len(view.html) < 110_000
+    assert "A" * 150_000 in view.text

@@ -25,16 +25,18 @@ from workbench.serving.monitor.monitor import Monitor
 from workbench.serving.monitor.monitor_file import SampleWriter, header, read_recording
 from workbench.serving.monitor.monitor_replay import replay
 from workbench.serving.monitor.sample import PER_SCHEDULED, Sample
+from workbench.serving.monitor.spread import Spread
 from workbench.views.background import stop_after_interrupted_cell, stop_all
 from workbench.views.serving_board import HERTZ, Serving
 from workbench.views.serving_board import serving as board_of
 from workbench.views.serving_figures import (
+    place_words,
     serving_acceptance,
     serving_latency,
     serving_load,
     serving_throughput,
 )
-from workbench.views.serving_page import ALL, page_figures
+from workbench.views.serving_page import ALL, page_figures, title_of
 from workbench.views.view import View
 
 HOSTILE = "<script>alert(1)</script>"
@@ -158,6 +160,11 @@ def test_blocks_that_were_shorter_make_lower_bounds() -> None:
         serving_acceptance([sample])
     )
     assert "lower bounds" not in str(serving_acceptance(run()))
+    nearly = Sample(at=1, seconds=1, drafts=100, draft_tokens=299, accepted_tokens=2,
+                    accepted_at=(1, 1, 0))  # fmt: skip
+    assert "1 slot not scheduled, so conditionals are lower bounds" in str(
+        serving_acceptance([nearly])
+    )
 
 
 def test_times_are_percentiles_of_buckets() -> None:
@@ -186,6 +193,33 @@ def test_a_percentile_in_the_open_bucket_is_told() -> None:
     view = serving_latency([sample])
     assert "> 2,560 s" in str(view)
     assert "it is more" in view.figure.layout.title.subtitle.text.replace("<br>", " ")
+
+
+def test_nothing_is_made_up_within_the_first_bucket() -> None:
+    """TPOT of 1.5 ms: buckets begin with 0 to 10 ms, the mean is exact."""
+    quick = Spread(((0.0, 0.01, 40),), 40 * 0.0015)
+    sample = Sample(at=2, seconds=1, tpot=quick)
+    tile = next(t for t in page_figures([sample], None, 0)["tiles"] if t[0] == "TPOT p50")
+    assert tile[1:] == ["< 10 ms", "mean 1.5 ms · p99 < 10 ms · n = 40"]
+    view = serving_latency([sample])
+    assert "TPOT: p50 < 10 ms, p99 < 10 ms, mean 1.5 ms (n = 40)" in str(view)
+    assert list(lines(view)["mean"][1]) == [1.5]
+    assert page_figures([sample], None, 0)["lines"]["tpot"][0] == [0.0, None, None, 1.5]
+    assert "p50" not in lines(view)  # a line at 5 ms would be no measurement
+    subtitle = view.figure.layout.title.subtitle.text.replace("<br>", " ")
+    assert "percentiles in the first bucket are not drawn" in subtitle
+    mixed = Spread(((0.0, 0.01, 1), (0.05, 0.1, 3)), 0.2)
+    assert place_words(mixed, 0.99) == "99.3 ms"  # 0.05 + 0.05 · (3.96 - 1) / 3
+    assert place_words(Spread(), 0.5) == ""
+
+
+def test_times_of_several_orders_have_a_logarithmic_scale() -> None:
+    slow, quick = Spread(((2.0, 3.0, 1),), 2.5), Spread(((0.02, 0.04, 1),), 0.03)
+    axes = serving_latency([Sample(at=n, seconds=1, ttft=s) for n, s in ((1, slow), (2, quick))])
+    assert axes.figure.layout.yaxis.type == "log"
+    assert "ms" in axes.figure.layout.yaxis.title.text
+    same = serving_latency([Sample(at=n, seconds=1, ttft=quick) for n in (1, 2)])
+    assert same.figure.layout.yaxis.type is None
 
 
 def test_load_has_requests_cache_and_preemptions() -> None:
@@ -302,13 +336,40 @@ def test_a_page_says_what_the_figures_say() -> None:
     assert [row[0] for row in told["acceptance"]["survival"]] == pytest.approx(
         [sum(r > i for r in runs) / 15 for i in range(3)]
     )
-    assert told["note"] == PER_SCHEDULED
+    assert told["note"] == (
+        "lines are broken where the server was restarted 1 time and 9 pages did not come · "
+        + PER_SCHEDULED
+    )
+    assert page_figures(samples, None, 0.9)["note"] == PER_SCHEDULED  # that was before
     speed = told["lines"]["speed"]
-    assert [len(row) for row in speed] == [3, 3, 3, 0, 3, 3, 0, 3, 3, 3]
-    assert speed[0] == [-8.0, 2 * 10.0, 2 * 40.0]
-    assert speed[7][1:] == [None, None]  # after the restart
+    assert [len(row) for row in speed] == [2, 2, 2, 0, 2, 2, 0, 2, 2, 2]
+    assert speed[0] == [-8.0, 2 * 10.0]
+    assert told["lines"]["prompt"][0] == [-8.0, 2 * 40.0]
+    assert speed[7][1:] == [None]  # after the restart
     lately = page_figures(samples, None, 1.2)  # the last three samples: the restarted server
     assert lately["acceptance"]["events"] == 3
+
+
+def test_the_page_begins_with_what_an_engine_is_judged_by() -> None:
+    told = page_figures(run(), None, 0)
+    assert [tile[0] for tile in told["tiles"]][:6] == [
+        "tokens/s", "TPOT p50", "TTFT p50", "acceptance length", "running", "KV cache in use",
+    ]  # fmt: skip
+    busy = [Sample(at=n, seconds=1, generation_tokens=2708, prompt_tokens=31) for n in (1, 2)]
+    tiles = {tile[0]: tile[1] for tile in page_figures(busy, None, 0)["tiles"]}
+    # No more digits than stand still.
+    assert (tiles["tokens/s"], tiles["prefill tokens/s"]) == ("2,708", "31.0")
+    assert title_of(run(), "http://127.0.0.1:8000") == "beam-tiny at http://127.0.0.1:8000"
+    assert title_of([], "http://127.0.0.1:8000") == "http://127.0.0.1:8000"
+    assert title_of(run(), None) == "Recording of beam-tiny"
+    assert len(title_of(run(model="M" * 1000), "x")) < 100
+    assert "\u202e" not in title_of(run(model="\u202ebeam"), "x")
+
+
+def test_prefill_does_not_flatten_what_is_given_out() -> None:
+    axes = {t.name.split(">")[1].split("<")[0]: t.yaxis
+            for t in serving_throughput(run()).figure.data}  # fmt: skip
+    assert axes["given out"] != axes["prefilled"]
 
 
 def test_a_recording_in_the_page(tmp_path: Path) -> None:
@@ -327,6 +388,8 @@ def test_a_recording_in_the_page(tmp_path: Path) -> None:
         assert page.last["lines"] == page_figures(samples, None, 0)["lines"]
         assert page.tile("acceptance length")[2] == "15 draft events"
         assert not page.last["live"]
+        assert page.last["title"] == "Recording of beam-tiny"
+        assert board.widget.choices["start"] == "Replay"
         assert f"acceptance length {1 + 17 / 15:.2f}" in board.text
 
 
@@ -371,6 +434,7 @@ def test_a_live_page_follows_at_most_four_times_a_second() -> None:
         time.sleep(0.2)
         assert len(server.times) == asked
         assert "stopped" in board.widget.status
+        assert "live" not in board.widget.status
 
 
 def test_a_server_that_dies_is_stale_in_the_page_and_comes_back(
@@ -388,8 +452,11 @@ def test_a_server_that_dies_is_stale_in_the_page_and_comes_back(
         first.kill()
         wait_until(lambda: page.last["stale"] is not None)
         assert "nothing answers" in page.last["why"] or "closed" in page.last["why"]
+        assert "live" not in page.last["status"]  # what is stale is not called live
+        assert page.last["status"].startswith("measured here")
         with Child(first.port):
             wait_until(lambda: page.last["stale"] is None, 30)
+            assert "measured here, live" in page.last["status"]
             wait_until(lambda: any(s.restarted for s in board.samples))
             press(board, "record")
             wait_until(lambda: not page.last["recording"])
@@ -417,6 +484,17 @@ def test_a_monitor_that_was_given_goes_on_without_its_page() -> None:
         stop_after_interrupted_cell(SimpleNamespace(error_in_exec=KeyboardInterrupt()))
         wait_until(lambda: board.widget.state == "ended")
         assert monitor.running
+
+
+def test_a_server_that_was_never_there_has_no_sample_and_no_figures() -> None:
+    board = board_of("http://127.0.0.1:9", hertz=20)
+    page = Page(board)
+    press(board, "ready")
+    wait_until(lambda: page.updates and page.last["stale"] is not None)
+    assert page.last["status"].startswith("no sample yet")
+    assert page.last["title"] == "http://127.0.0.1:9"
+    assert page.last["tiles"] == []
+    board.stop()
 
 
 def test_the_page_of_one_server_ends_the_one_before() -> None:

@@ -191,7 +191,12 @@ def foot(reply: Reply, *, times: bool = True) -> str:
         parts.append(tokens)
     first, per_token = reply.timing.first, reply.timing.per_token
     if times and first is not None:
-        each = "" if per_token is None else f", then {1000 * per_token:,.1f} ms a token"
+        # Tokens that came as one have no time of their own.
+        each = (
+            ""
+            if per_token is None or per_token < 5e-5
+            else f", then {1000 * per_token:,.1f} ms a token"
+        )
         parts.append(f"first token after {first:,.2f} s{each}, at the client")
     if reply.speculation is not None:
         parts.append(speculation_words(reply.speculation))

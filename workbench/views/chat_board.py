@@ -31,8 +31,8 @@ from workbench.views.dashboard import Dashboard
 from workbench.views.page import box
 
 _HERE = Path(__file__).parent
-_BUTTONS = ("send", "stop", "undo")
-_SETTINGS = ("temperature", "max_tokens")  # those that the page changes
+_BUTTONS = ("send", "stop", "undo", "clear")
+_SETTINGS = ("temperature", "max_tokens", "reasoning")  # those that the page changes
 
 
 class ChatWidget(anywidget.AnyWidget):
@@ -41,8 +41,8 @@ class ChatWidget(anywidget.AnyWidget):
     To the page: ``reset`` (all blocks), ``changes`` (what is new, at most ten times a second),
     ``taken`` and ``returned`` (the text in the box was sent; a text is to stand there again), and
     ``heard``, which answers each button: a kernel that is busy with a cell hears nothing. From the
-    page: ``send`` (with text and settings), ``stop``, ``undo``, and ``ready`` when a view of it has
-    been drawn.
+    page: ``send`` (with text, settings, and whether tools are offered), ``stop``, ``undo``,
+    ``clear``, and ``ready`` when a view of it has been drawn.
     """
 
     _esm = (_HERE / "chat.js").read_text("utf-8")
@@ -69,6 +69,7 @@ class ChatBoard(Dashboard):
 
     def __init__(self, chat: Chat, *, prompt: str, schema: Any) -> None:
         self.chat, self.schema = chat, schema
+        self._tools = chat.tools  # all of them: the page may offer the model none
         self.run: Speaking | None = None
         self._page = threading.RLock()  # what is sent to it comes from several threads
         self._changes: list[Change] = []
@@ -78,7 +79,7 @@ class ChatBoard(Dashboard):
         self.widget = ChatWidget(
             prompt=prompt,
             status="ready",
-            settings={name: getattr(chat.settings, name) for name in _SETTINGS},
+            settings=self._settings(),
             about=self._about(),
             look={
                 "mono": theme.MONO,
@@ -135,6 +136,21 @@ class ChatBoard(Dashboard):
             self.widget.send({"kind": "returned", "text": taken.user})
             self.widget.status = "the last turn was taken back"
 
+    def clear(self) -> None:
+        """Take all turns back, and what the page says of turns that failed.
+
+        Raises:
+            ServingError: one is under way.
+        """
+        with self._page:
+            if self.chat.busy:
+                raise ServingError("a turn is still under way; wait for it, or stop() it")
+            while self.chat.turns:
+                self.chat.undo()
+            self._blocks.clear()
+            self._reset()
+            self.widget.status = "ready"
+
     @property
     def text(self) -> str:
         """The conversation; no times, so that equal answers say equal words."""
@@ -145,11 +161,19 @@ class ChatBoard(Dashboard):
     def _about(self) -> str:
         tools = ", ".join(self.chat.tools)
         words = [str(self.chat.client.address), *([f"tools: {tools}"] if tools else [])]
+        if self.chat.system is not None:
+            words.append("with a system prompt")
         if self.schema is not None:
             name = getattr(self.schema, "__name__", None) or "a JSON schema"
             words.append(f"answers as {name}")
         words.append("times are measured here, at the client")
         return printable(" · ".join(words))
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self.chat.settings, name) for name in _SETTINGS} | {
+            "has_tools": bool(self._tools),
+            "tools": bool(self.chat.tools) or not self._tools,
+        }
 
     def _show_turn(self, turn: Turn) -> None:
         self._blocks.user(turn.user)
@@ -211,15 +235,18 @@ class ChatBoard(Dashboard):
             self.widget.send({"kind": "heard"})
         try:
             if kind == "send":
-                settings = _from_page(content.get("settings"), self.chat.settings)
-                self.chat.settings = settings
-                self.widget.settings = {name: getattr(settings, name) for name in _SETTINGS}
+                self.chat.settings = _from_page(content.get("settings"), self.chat.settings)
+                if not self.chat.busy:  # a turn under way keeps the tools it began with
+                    self.chat.tools = {} if content.get("tools") is False else self._tools
+                self.widget.settings = self._settings()
                 self.send(without_surrogates(str(content.get("text", ""))))
             elif kind == "stop" and self.run is not None:
                 self.widget.status = "stopping"
                 self.run.cancel()
             elif kind == "undo":
                 self.undo()
+            elif kind == "clear":
+                self.clear()
             elif kind == "ready":
                 with self._page:
                     self._reset()

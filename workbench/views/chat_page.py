@@ -15,7 +15,11 @@ from workbench.views.view import View
 _FAINT = "color:var(--jp-ui-font-color2,inherit)"
 _WRAP = ("white-space:pre-wrap", "overflow-wrap:anywhere")
 _RED = "#D13438"  # what failed; 4.9 : 1 on white, 3.8 on the dark theme's #111
-_CARD = (f"border:1px solid {theme.LINE}", "border-radius:3px", "padding:6px 10px", "margin:6px 0")
+_CARD = (f"border:1px solid {theme.LINE}", "border-radius:3px", "padding:6px 10px",
+         "margin:6px 10px 6px 13px")  # fmt: skip
+# What was said is in one width of letters, as on the live page: it may be code.
+_SAID = (f"font:{theme.TEXT}px/1.5 {theme.MONO}", *_WRAP)
+LETTERS = 100_000  # of one text on a page
 
 
 def conversation(value: Conversation) -> View:
@@ -27,10 +31,17 @@ def conversation(value: Conversation) -> View:
     subtitle = f"{plural(len(value.turns), 'turn')} · times {value.source}"
     system = ""
     if value.system is not None:
-        system = _folded("told before everything", printable(value.system))
+        system = _folded("system prompt", printable(value.system))
     body = system + "".join(map(block_html, blocks_of(value)))
     text = chat_text(value)
-    return View(html=page(f"Chat with {model}", subtitle, box(body, "max-width:900px")), text=text)
+    return View(
+        html=page(
+            f"Chat with {model}",
+            subtitle,
+            box(body, "max-width:900px", f"font-size:{theme.TEXT}px"),
+        ),
+        text=text,
+    )
 
 
 def chat_text(value: Conversation) -> str:
@@ -58,7 +69,7 @@ def block_html(block: Block) -> str:
     """A block as HTML, with its styles in it."""
     of = block.fields
     if block.kind == "user":
-        said = box(escape(of["text"]), *_WRAP)
+        said = box(_shortened(of["text"]), *_SAID)
         heading = box("you", "font-weight:600", f"font-size:{theme.SMALL}px", _FAINT)
         edge = f"border-left:3px solid {theme.SLIDING}"
         return box(heading + said, edge, "padding:2px 10px", "margin:14px 0 8px")
@@ -68,25 +79,28 @@ def block_html(block: Block) -> str:
     small = (f"font-size:{theme.SMALL}px", _FAINT, "margin-top:4px")
     under = box(escape(of["foot"]), *small) if of["foot"] else ""
     if block.kind == "call":
-        mono = f"font:{theme.TEXT}px/1.5 {theme.MONO}"
-        head = box(f"<b>{escape(of['name'])}</b>({escape(of['arguments'])})", mono, *_WRAP)
+        head = box(f"<b>{escape(of['name'])}</b>({_shortened(of['arguments'])})", *_SAID)
         color = f"color:{_RED}" if of["failed"] else ""
         sign = "✗ " if of["failed"] else "→ "
-        result = box(
-            escape(sign + (of["result"] if of["done"] else "no result")), mono, *_WRAP, color
-        )
+        came = of["result"] if of["done"] else "no result"
+        result = box(_shortened(sign + came), *_SAID, "max-height:200px", "overflow-y:auto", color)
         return box(head + result + under, *_CARD)
     reasoning = _folded("reasoning", of["reasoning"]) if of["reasoning"] else ""
-    text = of["text"]
-    if of.get("parsed"):
-        text = pretty_json(of["value"])
-        said = box(escape(text), f"font:{theme.TEXT}px/1.5 {theme.MONO}", *_WRAP)
-    else:
-        said = box(escape(text), *_WRAP)
-    return box(reasoning + said + under, "margin:6px 0", "padding:0 10px")
+    if not of["text"]:  # cut off while it thought: that is all there is to read
+        reasoning = reasoning.replace("<details ", "<details open ", 1)
+    text = pretty_json(of["value"]) if of.get("parsed") else of["text"]
+    said = box(_shortened(text), *_SAID)
+    return box(reasoning + said + under, "margin:6px 0", "padding:0 10px 0 13px")
+
+
+def _shortened(text: str) -> str:
+    """HTML of a text, of a very long one its beginning; the value it is from has it all."""
+    if len(text) <= LETTERS:
+        return escape(text)
+    return escape(f"{text[:LETTERS]}\n… {len(text) - LETTERS:,} letters more")
 
 
 def _folded(name: str, text: str) -> str:
     head = box(escape(name), f"font-size:{theme.SMALL}px", _FAINT, "cursor:pointer", tag="summary")
-    inner = box(escape(text), *_WRAP, _FAINT, "padding:4px 10px")
+    inner = box(_shortened(text), *_SAID, _FAINT, "padding:4px 10px")
     return box(head + inner, "margin:4px 0", tag="details")

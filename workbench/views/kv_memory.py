@@ -19,6 +19,7 @@ from workbench.views.view import View
 
 _GIB = 2**30
 ENTRY = 120  # px of a name in the legend: four stand in a row, on a narrow page two
+ROW_OF_NAMES = 24  # px of a row of the legend
 _ROW = 34  # px a bar
 _PX = 440  # px of the axis on a narrow page, and of a letter on a bar: for which words fit
 _LETTER = 5.9
@@ -52,12 +53,14 @@ def kv_per_gpu(plans: Plan | Sequence[Plan]) -> View:
     """
     plans = [plans] if isinstance(plans, Plan) else list(plans)
     first = plans[0]
+    # A drafter's weights are one name more, which on a narrow page begins a row of its own.
+    more = ROW_OF_NAMES if any(plan.kv.drafter is not None for plan in plans) else 0
     fig = theme.figure(
         f"One GPU's memory with {first.model}",
         f"{_load(plans)} · weights and KV cache exact by {ENGINE}'s accounting, "
         "workspace modelled, memory as torch or the driver reports it",
-        height=240 + _ROW * len(plans),
-        margin={"l": 140, "r": _EDGE if _cut_off(plans) else 16, "t": 168, "b": 52},
+        height=240 + more + _ROW * len(plans),
+        margin={"l": 140, "r": _EDGE if _cut_off(plans) else 16, "t": 168 + more, "b": 52},
         barmode="stack",
         bargap=0.3,
         legend={"y": 1, "yanchor": "bottom", "traceorder": "normal", "entrywidth": ENTRY},

@@ -14,16 +14,19 @@ function roundUp(value) {
 const whole = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 });
 const three = (value) => value.toLocaleString("en", { maximumSignificantDigits: 3 });
 
+// Before the latest sample, which is older than now where a server is silent or was recorded.
 function ago(seconds) {
-  if (seconds < 0.05) return "now";
+  if (seconds < 0.05) return "latest";
   return seconds < 100 ? `−${three(seconds)} s` : `−${three(seconds / 60)} min`;
 }
 
 // Lines over time, newest at the right. Rows are [seconds before the end (negative), values …]; an
 // empty row is a gap.
 class TimeChart {
-  constructor(title, series, { floor = 0, least = 0, form = whole, empty = "nothing came" } = {}) {
-    Object.assign(this, { series, floor, least, form, empty, rows: null, span: 0, at: null });
+  constructor(title, series, { floor = 0, least = 0, form = whole, empty = "nothing came",
+                                orders = Infinity } = {}) {
+    Object.assign(this, { series, floor, least, form, empty, orders, rows: null, span: 0,
+                          at: null });
     this.element = make("div", "chart");
     this.element.classList.add("bw-serve-chart");
     this.element.tabIndex = 0;
@@ -83,7 +86,7 @@ class TimeChart {
     this.svg.setAttribute("width", width);
     this.svg.setAttribute("height", height);
     this.svg.replaceChildren();
-    const box = { left: 42, right: width - 8, top: 10, bottom: height - 20 };
+    const box = { left: 52, right: width - 8, top: 10, bottom: height - 20 };
     this.box = box;
     const values = this.rows.flatMap((row) => row.slice(1)).filter((v) => v !== null);
     if (!values.length) {
@@ -93,18 +96,23 @@ class TimeChart {
       this.readout.textContent = "";
       return;
     }
-    const top = Math.max(this.least, this.floor + roundUp(Math.max(...values) - this.floor));
+    // Of values of several orders the scale is logarithmic, from one power of ten to another.
+    const least = Math.min(...values.filter((v) => v > 0));
+    const log = Math.max(...values) > this.orders * least;
+    const power = (v, round) => 10 ** round(Math.log10(v));
+    const low = log ? power(least, Math.floor) : this.floor;
+    const top = log ? power(Math.max(...values), Math.ceil) : Math.max(this.least, this.floor + roundUp(Math.max(...values) - this.floor));
     const x = (t) => box.right + ((box.right - box.left) * t) / this.span;
     const y = (v) => {
-      const share = (v - this.floor) / (top - this.floor);
+      const share = log ? Math.log(Math.max(v, low) / low) / Math.log(top / low)
+        : (v - low) / (top - low);
       return box.bottom - (box.bottom - box.top) * Math.max(0, share);
     };
-    for (const share of [0, 0.5, 1]) {
-      const value = this.floor + share * (top - this.floor);
-      across(this.svg, box, y(value), this.form(value));
-    }
+    const marks = log ? [] : [0, 0.5, 1].map((share) => low + share * (top - low));
+    if (log) for (let v = low; v < top * 1.001; v *= 10) marks.push(v);
+    for (const value of marks) across(this.svg, box, y(value), this.form(value));
     below(this.svg, box, box.left, ago(this.span), 0, "start");
-    below(this.svg, box, box.right, "now", 0, "end");
+    below(this.svg, box, box.right, "latest", 0, "end");
     const clip = (t) => Math.max(box.left, x(t));
     this.series.forEach(({ color, dash }, number) => {
       for (const part of this.parts(number + 1)) {
@@ -135,7 +143,7 @@ class TimeChart {
     const words = this.series
       .map(({ name }, n) => (row[n + 1] === null ? "" : `${name} ${this.form(row[n + 1])}`))
       .filter((word) => word);
-    const text = `${ago(-row[0])}: ${words.join(", ") || "unknown"}`;
+    const text = `${ago(-row[0])}: ${words.join(", ") || this.empty}`;
     this.readout.textContent = text;
     this.svg.setAttribute("aria-label", text);
     if (this.at !== null) {
@@ -148,15 +156,31 @@ class TimeChart {
 }
 
 const WORDS = {
+  "prefill tokens/s": "Prompt tokens a second, as the engine counts them.",
+  running: "Requests that are computed, and such that wait for room, at the latest sample.",
+  "prefix cache hits": "Prompt tokens found in the prefix cache, of those looked up.",
   "tokens/s": "Tokens given out a second, all requests together, in the chosen window.",
   "acceptance length": "Tokens that a draft event gives, bonus included. Per scheduled draft: an "
     + "engine with adaptive verification counts drafts that it never verified as drafted.",
   "TTFT p50": "Arrival of a request to its first token; interpolated within the engine's buckets.",
-  "TPOT p50": "Mean time of a token after the first, of each request that ended; interpolated.",
+  "TPOT p50": "Mean time of a token after the first, of each request that ended; percentiles are "
+    + "interpolated within the engine's buckets, the mean is exact.",
   "ITL p50": "Time between two outputs of a request, however many tokens one brings; interpolated.",
-  "KV cache in use": "Of several engines together the mean.",
+  "KV cache in use": "At the latest sample; of several engines together the mean.",
   preemptions: "Requests that lost their KV cache to others and have to be computed again.",
 };
+
+// A kernel that is started anew tells widgets nothing; what the page knows of it does. Returned is
+// what ends the watch.
+function watchKernel(model, lost) {
+  const changed = model.widget_manager?.kernel?.statusChanged;
+  if (!changed) return () => {};
+  const hear = (_, status) => {
+    if (["restarting", "autorestarting", "terminating", "dead"].includes(status)) lost();
+  };
+  changed.connect(hear);
+  return () => changed.disconnect(hear);
+}
 
 function renderServing({ model, el }) {
   const look = model.get("look");
@@ -179,7 +203,12 @@ function renderServing({ model, el }) {
   const windows = menu(model.get("choices").windows);
   const engines = menu(model.get("choices").engines);
   const controls = make("div", "controls");
+  windows.title = "Figures and lines are of the samples of so long a time";
+  engines.title = "One data-parallel engine of the server, or all";
   controls.append(field("window", windows), field("engine", engines));
+  const title = make("div", "section");
+  title.classList.add("bw-serve-title");
+  title.textContent = model.get("choices").title;
   for (const input of [windows, engines]) {
     input.addEventListener("change", () =>
       send({ kind: "settings", settings: { window: windows.value, engine: engines.value } }));
@@ -193,18 +222,21 @@ function renderServing({ model, el }) {
   const body = make("div");
   const tiles = make("div", "tiles");
   const median = () => [{ name: "p50", color: look.median, dash: "" },
-                            { name: "p99", color: look.tail, dash: "5 3" }];
+                            { name: "p99", color: look.tail, dash: "5 3" },
+                            { name: "mean", color: look.mean, dash: "2 2" }];
   const ms = (value) => (value < 1000 ? `${three(value)} ms` : `${three(value / 1000)} s`);
   const charts = {
     speed: new TimeChart("Tokens/s: what counts",
-      [{ name: "given out", color: look.speed, dash: "" },
-       { name: "prefilled", color: look.prompt, dash: "1 3" }]),
+      [{ name: "given out", color: look.speed, dash: "" }]),
+    prompt: new TimeChart("Prefill, tokens/s",
+      [{ name: "prompt tokens", color: look.prompt, dash: "" }]),
     length: new TimeChart("Acceptance length",
       [{ name: "tokens per draft event", color: look.length, dash: "5 3" }],
       { floor: 1, least: 2, form: (v) => v.toFixed(2), empty: "nothing was drafted" }),
-    ttft: new TimeChart("TTFT", median(), { form: ms }),
-    tpot: new TimeChart("TPOT, mean of each finished request", median(), { form: ms }),
-    itl: new TimeChart("ITL, between two outputs", median(), { form: ms }),
+    ttft: new TimeChart("TTFT", median(), { form: ms, orders: 30, empty: "no request got its first token" }),
+    tpot: new TimeChart("TPOT, mean of each finished request", median(),
+      { form: ms, orders: 30, empty: "no request ended" }),
+    itl: new TimeChart("ITL, between two outputs", median(), { form: ms, orders: 30 }),
     load: new TimeChart("Requests",
       [{ name: "running", color: look.running, dash: "" },
        { name: "waiting", color: look.waiting, dash: "5 3" }]),
@@ -218,15 +250,15 @@ function renderServing({ model, el }) {
     drawCurves(look));
   const grid = make("div");
   grid.className = "bw-serve-charts";
-  const { speed, length, ttft, tpot, itl, load, cache } = charts;
-  for (const chart of [speed, length, slots, ttft, tpot, itl, load, cache]) {
+  const { speed, prompt, length, ttft, tpot, itl, load, cache } = charts;
+  for (const chart of [speed, tpot, ttft, length, slots, load, cache, prompt, itl]) {
     grid.append(chart.element);
   }
   const note = make("div", "small");
   note.classList.add("bw-serve-note");
   body.append(tiles, grid, note);
   body.hidden = true;
-  root.append(controls, bar, stale, body);
+  root.append(title, controls, bar, stale, body);
   el.append(root);
 
   let ended = false; // the kernel has: nothing sent arrives any more
@@ -241,6 +273,7 @@ function renderServing({ model, el }) {
     live = message.live;
     since = message.stale;
     why = message.why;
+    title.textContent = message.title;
     record.textContent = message.recording ? "Stop recording" : "Record";
     record.classList.toggle("bw-serve-recording", message.recording);
     body.hidden = !message.tiles.length;
@@ -268,7 +301,9 @@ function renderServing({ model, el }) {
     const clock = new Date(1000 * since).toLocaleTimeString();
     const seconds = Math.max(0, Math.round(Date.now() / 1000 - since));
     const long = seconds < 120 ? `${seconds} s` : `${Math.floor(seconds / 60)} min`;
-    stale.textContent = `stale since ${clock}, ${long}${why ? `: ${why}` : ""}`;
+    const what = body.hidden ? "nothing came since" : "stale since";
+    const again = going() ? " · it is asked again by itself" : "";
+    stale.textContent = `${what} ${clock} (${long}): ${why || "the next page is late"}${again}`;
   }
 
   function onMessage(message) {
@@ -298,7 +333,7 @@ function renderServing({ model, el }) {
     start.disabled = ended;
     pause.disabled = !going();
     record.disabled = !going() || !live;
-    start.textContent = going() ? "Stop" : "Start";
+    start.textContent = going() ? "Stop" : model.get("choices").start;
     pause.textContent = model.get("state") === "paused" && going() ? "Resume" : "Pause";
     age();
   }
@@ -357,6 +392,7 @@ function renderServing({ model, el }) {
     send({ kind: model.get("state") === "paused" ? "resume" : "pause" }));
 
   const clock = setInterval(age, 1000 / STALE_HERTZ);
+  const leave = watchKernel(model, end);
   const redraw = () => {
     for (const chart of Object.values(charts)) chart.draw();
     slots.draw();
@@ -375,6 +411,7 @@ function renderServing({ model, el }) {
   send({ kind: "ready" });
 
   return () => {
+    leave();
     watch.disconnect();
     clearInterval(clock);
     clearTimeout(waiting);

@@ -30,6 +30,7 @@ from workbench.views.serving_page import (
     engines_of,
     look,
     page_figures,
+    title_of,
 )
 
 HERTZ = 4  # updates of the page a second, at most
@@ -59,6 +60,7 @@ class Serving(Dashboard):
         self.monitor: Source | None = given
         self.autostart = autostart
         self._make, self._owner, self._given, self._name = make, owner, given, name
+        self._where = None if isinstance(owner, Recording) else name
         self._feed: _Feed | None = None
         self._page = threading.RLock()  # what is sent to it comes from several threads
         self._paused = False
@@ -69,7 +71,12 @@ class Serving(Dashboard):
         self.widget = ServingWidget(
             status="ready",
             settings={"window": window, "engine": ALL},
-            choices={"windows": list(WINDOWS), "engines": [ALL], "name": name},
+            choices={
+                "windows": list(WINDOWS),
+                "engines": [ALL],
+                "title": title_of([], self._where),
+                "start": "Replay" if self._where is None else "Start",
+            },
             look=look(),
         )
         self.widget.on_msg(self._message)
@@ -234,7 +241,11 @@ class Serving(Dashboard):
         live = isinstance(source, Monitor)
         recording = source.recording if isinstance(source, Monitor) else None
         trouble = source.recording_trouble if isinstance(source, Monitor) else None
-        status = f"{source.source} · {plural(source.seen, 'sample')}"
+        stale = source.stale_since
+        if source.seen:
+            status = f"{_origin(source, live=stale is None)} · {plural(source.seen, 'sample')}"
+        else:  # figures are of what happened between two pages
+            status = "no sample yet: it takes two pages of metrics"
         if recording is not None:
             status += f" · recording into {recording}"
         elif trouble is not None:
@@ -245,8 +256,9 @@ class Serving(Dashboard):
             {
                 "kind": "update",
                 **page_figures(samples, self._engine, seconds),
+                "title": title_of(samples, self._where),
                 "window": seconds,
-                "stale": source.stale_since,
+                "stale": stale,
                 "why": source.error or "",
                 "status": status,
                 "live": live,
@@ -259,7 +271,8 @@ class Serving(Dashboard):
             return f"{type(feed.error).__name__}: {feed.error}"
         words = plural(feed.source.seen, "sample")
         over = isinstance(feed.source, Replay) and not feed.cancelled
-        return f"{feed.source.source} · {words} · {'end of the recording' if over else 'stopped'}"
+        origin = _origin(feed.source, live=False)
+        return f"{origin} · {words} · {'end of the recording' if over else 'stopped'}"
 
     def _static_html(self) -> str:
         return (
@@ -267,6 +280,14 @@ class Serving(Dashboard):
             f"A serving engine is watched here when the notebook runs: <pre>{escape(self.text)}"
             "</pre></div>"
         )
+
+
+def _origin(source: Source, *, live: bool) -> str:
+    """Where the figures come from; what follows no server any more is not called live."""
+    words = source.source
+    if live or not isinstance(source, Monitor):
+        return words
+    return words.replace("measured live", "measured").replace(", live", "")
 
 
 class _Feed(Background):

@@ -21,7 +21,8 @@ from workbench.views.spec_curves import UNDEFINED, acceptance_curves
 from workbench.views.view import View
 
 SPEED, PROMPT, LENGTH = theme.SLIDING, theme.NEUTRAL, theme.SPARSE
-MEDIAN, TAIL = theme.SLIDING, theme.FULL
+MEDIAN, TAIL, MEAN = theme.SLIDING, theme.FULL, theme.SPARSE
+_ORDERS = 30  # times the least, from which on a scale is logarithmic
 RUNNING, WAITING, CACHE, PREEMPTED = theme.SPARSE, theme.FULL, theme.HEAT, theme.DENSE
 NO_DRAFTS = "no drafts: the engine has no counters of speculation, or counted none"
 _TIMES = ("ttft", "tpot", "itl")  # drawn, where the engine has them
@@ -34,7 +35,7 @@ def serving_throughput(
     window: float = 0.0,
     source: str = "measured here",
 ) -> View:
-    """Tokens a second, and the acceptance length below it, over time.
+    """Tokens a second, and below them the acceptance length and the prefill, over time.
 
     Tokens/s decide: adaptive verification shortens the acceptance length and is no loss by that.
     Lines are broken where pages did not come and where the server was started anew.
@@ -54,13 +55,17 @@ def serving_throughput(
         words += f" · acceptance length {length:.2f} (n = {drafts})"
     panels = (
         Panel(title="throughput: what counts", unit="tokens/s", nothing="no rate is known",
-              lines=(Line(name="given out", value=lambda s: s.tokens_per_second, color=SPEED),
-                     Line(name="prefilled", value=lambda s: s.prompt_tokens_per_second,
-                          color=PROMPT, dash="dot"))),
+              tick=",~g",
+              lines=(Line(name="given out", value=lambda s: s.tokens_per_second, color=SPEED),)),
         Panel(title="acceptance length: trimming shortens it", unit="tokens/event", form=".2f",
               nothing=NO_DRAFTS, from_zero=False,
               lines=(Line(name="acceptance length", value=lambda s: s.acceptance_length,
                           color=LENGTH, dash="dash"),)),
+        # By itself: a prompt has many tokens at once, and would flatten what is given out.
+        Panel(title="prefill", unit="tokens/s", nothing="no rate is known",
+              tick=",~g",
+              lines=(Line(name="prefilled", value=lambda s: s.prompt_tokens_per_second,
+                          color=PROMPT, dash="dot"),)),
     )  # fmt: skip
     title = "Throughput and acceptance length"
     return View(
@@ -88,7 +93,10 @@ def serving_acceptance(
     words, slots = PER_SCHEDULED, len(acceptance.accepted_at)
     if acceptance.drafted < acceptance.events * slots:
         mean = acceptance.drafted / acceptance.events
-        words += f" · {mean:.1f} of {slots} slots scheduled, so conditionals are lower bounds"
+        short = plural(acceptance.events * slots - acceptance.drafted, "slot")
+        nearly = f"{mean:.1f}" == f"{slots:.1f}"
+        words += f" · {short} not" if nearly else f" · {mean:.1f} of {slots} slots"
+        words += " scheduled, so conditionals are lower bounds"
     view = acceptance_curves(acceptance, source=f"{_origin(source, engine)} · {words}")
     return View(figure=view.figure, text=f"{view.text}\n{words}")
 
@@ -103,7 +111,9 @@ def serving_latency(
     """Median and 99th percentile of TTFT, TPOT and ITL over time.
 
     The engine exports histograms, so each is interpolated within a bucket; one that lies in the
-    open last bucket is drawn at that bucket's lower end, and the words say so. ``window`` as for
+    open last bucket is drawn at that bucket's lower end, and the words say so. The mean beside
+    them is exact. Where the times of a panel are of several orders its scale is logarithmic.
+    ``window`` as for
     :func:`serving_throughput`: with few requests a point of one interval is one request.
     """
     some = of_engine(samples, engine)
@@ -116,6 +126,8 @@ def serving_latency(
     words = " · ".join(lines) or "the engine exports no times"
     if any(_place(point, name, 0.99, beyond=True) for name in known for point in points):
         words += " · p99 in the open last bucket: drawn at its lower end, it is more"
+    if any("< " in line for line in lines):
+        words += " · percentiles in the first bucket are not drawn"
     words += " · interpolated within the engine's buckets"
     title = "Time to first token, and per token"
     return View(
@@ -168,10 +180,23 @@ def spread_words(spread: Spread | None) -> str:
     """p50, p99 and n of a spread, in words."""
     if spread is None:
         return "not exported by this engine"
-    middle, tail = spread.percentile(0.5), spread.percentile(0.99)
-    if middle is None or tail is None:
+    middle, tail = place_words(spread, 0.5), place_words(spread, 0.99)
+    if not middle:
         return "nothing came"
-    return f"p50 {middle}, p99 {tail} (n = {spread.count:,})"
+    mean = "" if spread.mean is None else f", mean {duration(spread.mean)}"
+    return f"p50 {middle}, p99 {tail}{mean} (n = {spread.count:,})"
+
+
+def place_words(spread: Spread, share: float) -> str:
+    """A percentile in words, empty where nothing came."""
+    place = spread.percentile(share)
+    return "" if place is None else str(place)
+
+
+def drawn_place(spread: Spread | None, share: float) -> float | None:
+    """A percentile in seconds, None where nothing came or all of it lies in the first bucket."""
+    place = None if spread is None else spread.percentile(share)
+    return None if place is None or place.below is not None else place.seconds
 
 
 # -- words and panels -----------------------------------------------------------------------------
@@ -179,21 +204,30 @@ def spread_words(spread: Spread | None) -> str:
 
 def _times(name: str, points: Sequence[Sample]) -> Panel:
     """A panel of one kind of time, in ms where all of it is short."""
-    places = [_place(point, name, share) for point in points for share in (0.5, 0.99)]
-    short = all(place is None or place.seconds < 1 for place in places)
-    factor, unit = (1e3, "ms") if short else (1.0, "s")
+    spreads: list[Spread | None] = [getattr(point, name) for point in points]
+    drawn = [drawn_place(spread, share) for spread in spreads for share in (0.5, 0.99)]
+    drawn += [None if spread is None else spread.mean for spread in spreads]
+    known = [seconds for seconds in drawn if seconds]
+    short = all(seconds < 1 for seconds in known)
+    log = len(known) > 0 and max(known) > _ORDERS * min(known)
+    factor, unit = (1e3, "ms") if short or log else (1.0, "s")
 
     def line(share: float, word: str, color: str, dash: str) -> Line:
         def value(sample: Sample) -> float | None:
-            place = _place(sample, name, share)
-            return None if place is None else factor * place.seconds
+            place = drawn_place(getattr(sample, name), share)
+            return None if place is None else factor * place
 
         return Line(name=word, value=value, color=color, dash=dash)
 
+    def mean(sample: Sample) -> float | None:
+        spread: Spread | None = getattr(sample, name)
+        return None if spread is None or spread.mean is None else factor * spread.mean
+
     return Panel(
-        title=TIMES[name], unit=unit, form=",.3~r",
+        title=TIMES[name], unit=unit, form=",.3~r", log=log, tick=",~g" if log else "",
         nothing="nothing came: no request got there", lines=(
-            line(0.5, "p50", MEDIAN, "solid"), line(0.99, "p99", TAIL, "dash")),
+            line(0.5, "p50", MEDIAN, "solid"), line(0.99, "p99", TAIL, "dash"),
+            Line(name="mean", value=mean, color=MEAN, dash="dot")),
     )  # fmt: skip
 
 

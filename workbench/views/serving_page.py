@@ -11,16 +11,17 @@ import traitlets
 
 from workbench.serving.monitor.intervals import pooled, rate, runs
 from workbench.serving.monitor.sample import PER_SCHEDULED, SPREADS, Sample
-from workbench.serving.monitor.spread import Spread
+from workbench.serving.monitor.spread import Spread, duration
 from workbench.spec.metrics import Acceptance, Curve
 from workbench.terminal import printable
 from workbench.views import serving_figures, spec_marks, theme
 from workbench.views.numbers import plural
-from workbench.views.serving_figures import of_engine
+from workbench.views.serving_figures import drawn_place, of_engine, place_words
 
 _HERE = Path(__file__).parent
 _EXPORT = "export default { render };"
 _POINTS = 150  # of a line, at most
+_NAME = 80  # letters of a model's name
 WINDOWS: dict[str, float] = {"30 s": 30, "2 min": 120, "10 min": 600, "all": 0}
 ALL = "all together"
 
@@ -83,6 +84,7 @@ def look() -> dict[str, Any]:
         "length": serving_figures.LENGTH,
         "median": serving_figures.MEDIAN,
         "tail": serving_figures.TAIL,
+        "mean": serving_figures.MEAN,
         "cache": serving_figures.CACHE,
         "running": serving_figures.RUNNING,
         "waiting": serving_figures.WAITING,
@@ -110,14 +112,30 @@ def page_figures(samples: Sequence[Sample], engine: str | None, seconds: float) 
     if whole is None:
         return {"tiles": [], "lines": {}, "acceptance": None, "note": ""}
     acceptance = whole.acceptance
+    anew = sum(sample.restarted for sample in some)
+    missed = sum(sample.missed for sample in some)
+    gaps = [f"the server was restarted {plural(anew, 'time')}"] if anew else []
+    gaps += [f"{plural(missed, 'page')} did not come"] if missed else []
+    broken = [f"lines are broken where {' and '.join(gaps)}"] if gaps else []
     unusable = [f"not usable on the page: {', '.join(whole.unusable)}"] if whole.unusable else []
     drafted = [PER_SCHEDULED] if acceptance is not None and acceptance.events else []
     return {
         "tiles": _tiles(some, whole),
         "lines": _lines(some),
         "acceptance": None if acceptance is None else _slots(acceptance),
-        "note": " · ".join([*drafted, *unusable]),
+        "note": " · ".join([*broken, *drafted, *unusable]),
     }
+
+
+def title_of(samples: Sequence[Sample], where: str | None) -> str:
+    """What is watched: the model as the newest sample has it, and where it is served.
+
+    ``where`` is None for a recording, whose source stands beside it.
+    """
+    model = theme.short_token(printable(samples[-1].model), _NAME) if samples else ""
+    if where is None:
+        return f"Recording of {model}" if model else "Recording"
+    return f"{model} at {printable(where)}" if model else printable(where)
 
 
 def engines_of(samples: Sequence[Sample]) -> list[str]:
@@ -126,31 +144,44 @@ def engines_of(samples: Sequence[Sample]) -> list[str]:
 
 
 def _tiles(some: Sequence[Sample], whole: Sample) -> list[list[str]]:
-    """Label, value, note."""
+    """Label, value, note: what an engine is judged by first."""
     speed, prompt = (rate(some, name) for name in ("generation_tokens", "prompt_tokens"))
     length, hits = whole.acceptance_length, whole.prefix_hit_rate
     last = some[-1]
-    tiles = [
-        ["tokens/s", _number(speed, ",.1f"), f"prefill {_number(prompt, ',.0f')}"],
-        ["acceptance length", _number(length, ".2f"), plural(whole.drafts or 0, "draft event")],
-    ]
+    times: dict[str, list[list[str]]] = {}
     for name in SPREADS[:3]:
         spread: Spread | None = getattr(whole, name)
-        middle = None if spread is None else spread.percentile(0.5)
-        if spread is not None:
-            tiles.append([f"{name.upper()} p50", str(middle or "–"), _tail(spread)])
-    tiles += [
-        ["KV cache in use", _number(last.kv_usage, ".1%"), "now"],
-        ["running", _number(last.running, ",.0f"), f"waiting {_number(last.waiting, ',.0f')}"],
+        told = (
+            []
+            if spread is None
+            else [[f"{name.upper()} p50", place_words(spread, 0.5) or "–", _tail(spread)]]
+        )
+        times[name] = told
+    return [
+        ["tokens/s", _speed(speed), "given out, in the window"],
+        *times["tpot"],
+        *times["ttft"],
+        ["acceptance length", _number(length, ".2f"), plural(whole.drafts or 0, "draft event")],
+        ["running", _number(last.running, ",.0f"),
+         f"waiting {_number(last.waiting, ',.0f')} · latest"],
+        ["KV cache in use", _number(last.kv_usage, ".1%"), "latest"],
         ["preemptions", _number(whole.preemptions, ",.0f"), "in the window"],
-        ["prefix cache hits", _number(hits, ".0%"), plural(whole.prefix_queries or 0, "token")],
-    ]
-    return tiles
+        ["prefill tokens/s", _speed(prompt), "in the window"],
+        ["prefix cache hits", _number(hits, ".0%"),
+         f"of {plural(whole.prefix_queries or 0, 'prompt token')}"],
+        *times["itl"],
+    ]  # fmt: skip
+
+
+def _speed(value: float | None) -> str:
+    """Tokens a second, with the digits that stand still."""
+    return _number(value, ",.1f" if value is None or value < 100 else ",.0f")
 
 
 def _tail(spread: Spread) -> str:
-    tail = spread.percentile(0.99)
-    return "nothing came" if tail is None else f"p99 {tail} · n = {spread.count:,}"
+    tail = place_words(spread, 0.99)
+    mean = "" if spread.mean is None else f"mean {duration(spread.mean)} · "
+    return f"{mean}p99 {tail} · n = {spread.count:,}" if tail else "nothing came"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -161,15 +192,16 @@ def _lines(some: Sequence[Sample]) -> dict[str, list[list[float | None]]]:
     """Points of every chart: seconds before the end of the last sample, then values; a point of
     nothing but None is a gap."""
     end = some[-1].at
-    made: dict[str, list[list[float | None]]] = {"speed": [], "length": [], "ttft": [], "tpot": [],
-                                                 "itl": [], "load": [], "cache": []}  # fmt: skip
+    names = ("speed", "prompt", "length", "ttft", "tpot", "itl", "load", "cache")
+    made: dict[str, list[list[float | None]]] = {name: [] for name in names}
     for number, run in enumerate(runs(some, most=_POINTS)):
         for rows in made.values():
             if number:
                 rows.append([])
         for point in run:
             t = round(point.at - end, 2)
-            made["speed"].append([t, point.tokens_per_second, point.prompt_tokens_per_second])
+            made["speed"].append([t, point.tokens_per_second])
+            made["prompt"].append([t, point.prompt_tokens_per_second])
             made["length"].append([t, point.acceptance_length])
             made["load"].append([t, point.running, point.waiting])
             made["cache"].append([t, point.kv_usage])
@@ -179,9 +211,10 @@ def _lines(some: Sequence[Sample]) -> dict[str, list[list[float | None]]]:
 
 
 def _places(spread: Spread | None) -> list[float | None]:
-    """p50 and p99 in ms."""
-    places = [None if spread is None else spread.percentile(share) for share in (0.5, 0.99)]
-    return [None if place is None else 1e3 * place.seconds for place in places]
+    """p50, p99 and the mean in ms."""
+    places = [drawn_place(spread, share) for share in (0.5, 0.99)]
+    places.append(None if spread is None else spread.mean)
+    return [None if place is None else 1e3 * place for place in places]
 
 
 def _slots(acceptance: Acceptance) -> dict[str, Any]:

@@ -32,7 +32,8 @@ class Line:
 class Panel:
     """Lines with one unit; ``nothing`` is said where none has a value.
 
-    ``form`` is a number's format in hovers, as d3 writes it, with its unit.
+    ``form`` is a number's format in hovers, as d3 writes it, with its unit. ``log`` is for values
+    of several orders, all above 0.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Panel:
     form: str = ",.0f"
     tick: str = ""
     from_zero: bool = True
+    log: bool = False
 
 
 def over_time(title: str, subtitle: str, runs: Runs, panels: Sequence[Panel]) -> go.Figure:
@@ -49,7 +51,7 @@ def over_time(title: str, subtitle: str, runs: Runs, panels: Sequence[Panel]) ->
     points = [point for run in runs for point in run]
     if not points:
         fig = figure(title, subtitle, height=220)
-        spec_marks.nothing(fig, "there is no sample yet")
+        spec_marks.nothing(fig, "there is no sample yet: a monitor needs a second")
         return fig
     inner = HEADING + len(panels) * _PANEL + (len(panels) - 1) * _GAP
     fig = figure(
@@ -72,6 +74,7 @@ def over_time(title: str, subtitle: str, runs: Runs, panels: Sequence[Panel]) ->
             fig.add_trace(
                 go.Scatter(
                     x=np.insert(times, breaks, np.nan), y=np.insert(values, breaks, np.nan),
+                    cliponaxis=False,  # a mark on the axis is whole
                     mode=mode if len(runs) * 2 < len(points) else "lines+markers",
                     name=theme.ink(line.name), legendgroup=line.name,
                     showlegend=line.name not in shown, xaxis=f"x{axis}", yaxis=f"y{axis}",
@@ -128,7 +131,8 @@ def _axes(panels: Sequence[Panel], inner: int, end: float) -> dict[str, Any]:
         axes[f"yaxis{axis}"] = {
             "domain": [max(0.0, top - _PANEL / inner), top], "anchor": f"x{axis}", "nticks": 4,
             "title": {"text": theme.ink(panel.unit)},
-            "rangemode": "tozero" if panel.from_zero else "normal",
+            **({"type": "log", "dtick": 1} if panel.log
+               else {"rangemode": "tozero" if panel.from_zero else "normal"}),
             **({"tickformat": panel.tick} if panel.tick else {}),
         }  # fmt: skip
         axes[f"xaxis{axis}"] = {
