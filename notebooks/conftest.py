@@ -12,6 +12,10 @@ HERE = Path(__file__).resolve().parent
 _IPYTHON = tempfile.TemporaryDirectory(prefix="workbench-ipython-", ignore_cleanup_errors=True)
 os.environ["IPYTHONDIR"] = _IPYTHON.name
 
+# And so do servers that the user has running: notebooks would be executed against them.
+_CACHE = tempfile.TemporaryDirectory(prefix="workbench-cache-", ignore_cleanup_errors=True)
+os.environ["BEAM_WORKBENCH_CACHE"] = _CACHE.name
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
