@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from workbench.errors import CheckpointError
+from workbench.errors import CheckpointError, WorkbenchError
 from workbench.model.asked import shown
 from workbench.model.fits import DoesNotFitError, Fit, fit_on
 from workbench.model.hub import INDEX_FILE, SINGLE_FILE, HubModel, fetch, hub_id, look
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from workbench.model.info import ModelInfo
     from workbench.model.parallel import Shard
     from workbench.serving.served_model import ServedBeam
+
+_MOST_LAYERS = 10_000  # that somebody may name; no model has as many
 
 
 @overload
@@ -107,13 +110,15 @@ def load(
     from workbench.model import checkpoint
 
     chosen = None if layers is None else _once(layers)
+    _check(serve, shard)
     if serve is True:
         if not (dtype is None and shard is None and chosen is None):
             raise CheckpointError(
                 "serve=True is of the whole model in its own precision; leave dtype, shard and "
                 "layers out"
             )
-        served = _served(*_found(model, revision), cpu=_is_cpu(device))
+        cpu = _is_cpu(device)
+        served = _served(*_found(model, revision), cpu=cpu)
         served.serve()
         return served
     resolved, hub = _found(model, revision)
@@ -171,7 +176,11 @@ def describe(model: str | Path, *, revision: str | None = None) -> tuple[ModelIn
     fit = fit_on(resolved.config, name=resolved.name)
     if fit.fits:
         return found, None
-    return found, f"{fit}; {_served(resolved, hub, fit=fit).advice}"
+    try:
+        advice = _served(resolved, hub, fit=fit).advice
+    except WorkbenchError as error:  # what it is can be said though it cannot be served
+        advice = f"nor can it be served: {error}"
+    return found, f"{fit}; {advice}"
 
 
 # -- parts --------------------------------------------------------------------------------------
@@ -290,7 +299,24 @@ def _is_cpu(device: torch.device | str | None) -> bool:
     return True
 
 
+def _check(serve: Any, shard: Any) -> None:
+    from workbench.model.parallel import Shard
+
+    if not (serve is None or isinstance(serve, bool)):
+        raise CheckpointError(f"serve must be True, False or None, not {shown(serve)}")
+    if shard is not None and not isinstance(shard, Shard):
+        raise CheckpointError(f"shard must be a Shard(rank=, world=), not {shown(shard)}")
+
+
 def _once(layers: Any) -> Any:
-    """An iterator can be read once, and layers are looked at twice; what is no list is refused
-    later."""
-    return tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers
+    """An iterator can be read once, and layers are looked at twice.
+
+    Raises:
+        CheckpointError: this is no list; or one without an end.
+    """
+    if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
+        raise CheckpointError(f"layers takes a list, such as [0, 3], not {shown(layers)}")
+    found = tuple(islice(layers, _MOST_LAYERS + 1))
+    if len(found) > _MOST_LAYERS:
+        raise CheckpointError(f"layers has more than {_MOST_LAYERS:,} numbers; name each once")
+    return found

@@ -103,6 +103,7 @@ def outputs(notebook: Notebook) -> str:
     )
 
 
+@pytest.mark.full  # make test has the notebook through nbval, and the page in another file
 def test_without_a_server(lab: Lab, browser: "playwright.Browser", screenshots: Path) -> None:
     with open_notebook(browser, lab, NAME) as notebook:
         page = notebook.page
@@ -141,6 +142,8 @@ def test_without_a_server(lab: Lab, browser: "playwright.Browser", screenshots: 
                     index,
                 )
                 found = notebook.until(_FIGURE, 20, index)
+                # A figure that was out of sight when the window changed hears of it only now.
+                page.evaluate("window.dispatchEvent(new Event('resize'))")
                 page.wait_for_timeout(300)
                 found = page.evaluate(_FIGURE, index) or found
                 assert found["wrong"] == [], (width, index)

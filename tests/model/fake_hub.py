@@ -26,6 +26,8 @@ class Hub:
         self.gated: set[str] = set()
         self.hidden: set[str] = set()  # listed, and not given: the answer is 404
         self.status: int | None = None  # of every answer, instead
+        # Status, headers and body of what a path ends with, instead.
+        self.instead: dict[str, tuple[int, dict[str, str], bytes]] = {}
         self.asked: list[str] = []
         self.tokens: set[str | None] = set()
         self.url = ""
@@ -63,6 +65,10 @@ def running_hub() -> Iterator[Hub]:
             if hub.status is not None:
                 self._say(hub.status, {}, b"", body)
                 return
+            for end, (status, headers, data) in hub.instead.items():
+                if "/".join(path).endswith(end):
+                    self._say(status, headers, data, body)
+                    return
             api = path[:2] == ["api", "models"]
             name = "/".join(path[2:4] if api else path[:2])
             if name not in hub.repos:
@@ -95,14 +101,15 @@ def running_hub() -> Iterator[Hub]:
             self.send_response(status)
             for key, value in headers.items():
                 self.send_header(key, value)
-            self.send_header("Content-Length", str(len(data)))
+            if "Content-Length" not in headers:
+                self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             if body:
                 self.wfile.write(data)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield hub

@@ -289,3 +289,161 @@ def test_an_interrupt_ends_it_and_the_next_call_goes_on(
     assert model.missing(model.weight_files()) == (_shard(1, 3), _shard(2, 3))
     fetch(model, model.weight_files())
     assert hub.fetched(REPO).count(_shard(0, 3)) == 1
+
+
+# -- a hub that means no good ---------------------------------------------------------------------
+
+SECRET = "hf_" + "q" * 30
+JSON = {"Content-Type": "application/json"}
+
+
+def frames(error: BaseException | None) -> Iterator[str]:
+    """What an error, those it was made from and the frames of all of them would show."""
+    while error is not None:
+        yield repr(error)
+        step = error.__traceback__
+        while step is not None:
+            if step.tb_frame.f_globals["__name__"] != __name__:
+                yield repr(step.tb_frame.f_locals)
+            step = step.tb_next
+        error = error.__cause__ or error.__context__
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "says"),
+    [
+        (200, {"Content-Type": "text/html"}, b"<html>", "cannot be understood"),
+        (200, JSON, b"[]", "cannot be understood"),
+        (200, JSON, b'{"siblings": 5}', "cannot be understood"),
+        (200, JSON, b'{"id": "x", "siblings": [{}]}', "cannot be understood"),
+        (
+            200,
+            JSON,
+            b'{"id": "x", "siblings": [{"rfilename": "config.json", "size": 1e999}]}',
+            "cannot be understood",
+        ),
+        (200, JSON, b"[" * 100_000, "cannot be understood"),
+        (200, JSON, b'{"id": "x"}', "has no config.json"),
+        (500, {}, b"\x1b[2J", "answered 500"),
+        (302, {"Location": "file:///etc/passwd"}, b"", "cannot be reached"),
+    ],
+)
+def test_nonsense_is_one_sentence_and_shows_no_token(
+    status: int,
+    headers: dict[str, str],
+    body: bytes,
+    says: str,
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    hub.instead = {f"api/models/{REPO}": (status, headers, body)}
+    with pytest.raises(HubError, match=says) as caught:
+        look(REPO)
+    assert "\n" not in str(caught.value)
+    assert hub.tokens == {SECRET}
+    assert not [text for text in frames(caught.value) if SECRET in text]
+
+
+@pytest.mark.parametrize(
+    ("headers", "says"),
+    [
+        ({"ETag": '"x"'}, "cannot be understood"),
+        ({"X-Repo-Commit": "../../../../elsewhere", "ETag": '"x"'}, "cannot be understood"),
+        ({"X-Repo-Commit": COMMIT}, "cannot be understood"),
+    ],
+)
+def test_files_whose_headers_are_wrong(
+    headers: dict[str, str], says: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    hub.instead = {"config.json": (200, headers, b"{}")}
+    with pytest.raises(HubError, match=says) as caught:
+        look(REPO)
+    assert not [text for text in frames(caught.value) if SECRET in text]
+    assert not list(tmp_path.rglob("*elsewhere*"))
+
+
+def test_a_refused_file_is_no_broken_network(hub: Hub) -> None:
+    hub.instead = {"config.json": (403, {}, b"")}
+    with pytest.raises(HubError, match="there is no such model or it is private"):
+        look(REPO)
+
+
+def test_another_host_does_not_get_the_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    with running_hub() as other:
+        other.repos[REPO] = files()
+        api = f"api/models/{REPO}"
+        hub.instead = {api: (302, {"Location": f"{other.url}/{api}"}, b"")}
+        look(REPO)
+        assert other.asked
+        assert other.tokens == {None}
+
+
+@pytest.mark.parametrize("tail", ["\r\nX-Other: 1", "ü", "\x7f", " and more"])
+def test_what_is_no_token_is_not_sent(tail: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET + tail)
+    with pytest.raises(HubError, match="HF_TOKEN has characters that no token has") as caught:
+        look(REPO)
+    assert not [text for text in frames(caught.value) if SECRET in text]
+    assert hub.asked == []
+
+
+def test_blanks_around_a_token_are_not_of_it(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.gated = {REPO}
+    monkeypatch.setenv("HF_TOKEN", f" {TOKEN}\n")
+    assert look(REPO).repo == REPO
+    monkeypatch.setenv("HF_TOKEN", "\n")
+    hub.gated, hub.tokens = set(), set()
+    look(REPO)
+    assert hub.tokens == {None}
+
+
+def test_sizes_below_nothing_and_beyond_a_description(hub: Hub) -> None:
+    def says(**sizes: int) -> None:
+        listed = [{"rfilename": name.replace("_json", ".json"), "size": size}
+                  for name, size in sizes.items()]  # fmt: skip
+        page = json.dumps({"id": REPO, "siblings": listed}).encode()
+        hub.instead = {f"api/models/{REPO}": (200, JSON, page)}
+
+    says(config_json=-5)
+    assert look(REPO).sizes["config.json"] == 0
+    says(config_json=1, tokenizer_json=10**11)
+    count = len(hub.fetched(REPO))
+    with pytest.raises(HubError, match=r"tokenizer.json of .* has 100 GB, which no description"):
+        look(REPO)
+    assert len(hub.fetched(REPO)) == count
+
+
+@pytest.mark.parametrize("revision", ["../../x", "a/../../b", "", ".", "-x", "main ", "a\nb", b"x"])
+def test_revisions_that_would_be_paths(hub: Hub, revision: Any) -> None:
+    with pytest.raises(HubError, match="is a branch, a tag or a commit of the hub, not"):
+        look(REPO, revision)
+    assert hub.asked == []
+
+
+def test_a_cache_that_is_emptied_meanwhile(hub: Hub) -> None:
+    model = look(REPO)
+    shutil.rmtree(model.folder)
+    with pytest.raises(HubError, match=r"cannot be looked at \(No such file or directory\)"):
+        fetch(model, (_shard(0, 3),))
+    with pytest.raises(HubError, match="has no weights"):
+        hubs.HubModel(
+            repo=REPO, revision=None, commit=COMMIT, folder=model.folder, sizes={}
+        ).weight_files()
+
+
+def test_names_of_tensors_are_shown_on_one_line(tmp_path: Path) -> None:
+    index = {"weight_map": {"a\n\x1b[2J": "../../etc/passwd"}}
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(HubError, match="not a safetensors file beside it") as caught:
+        hubs.listed_files(tmp_path, "m")
+    assert str(caught.value).isprintable()
+
+
+def test_an_index_of_very_many_files(tmp_path: Path) -> None:
+    places = {f"model.layers.{n}.x": f"m-{n}.safetensors" for n in range(50_000)}
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": places}))
+    files_ = hubs.listed_files(tmp_path, "m", lambda name: name.endswith("s.77.x"))
+    assert files_ == ("m-77.safetensors",)

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 SOURCE = """
@@ -67,10 +69,13 @@ def write_engine(folder: Path) -> Path:
 
 
 def free_port() -> int:
-    """A port that nobody has."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody has, below those that the system gives to whoever asks for any."""
+    for _ in range(100):
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def runs(pid: int) -> bool:

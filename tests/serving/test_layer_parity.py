@@ -8,6 +8,7 @@ must come to is worked out here from streams of the whole model.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -622,6 +623,27 @@ def test_the_view_says_it_in_words(folder: Path) -> None:
     assert "✓ all 5 agree" in (views.layer_parity(good).html or "")
 
 
+def test_the_table_has_room_on_a_narrow_page(folder: Path) -> None:
+    value = compared(Worker(folder, torch.bfloat16), folder)
+    long = "three layers at the full width"
+    view = views.layer_parity(replace(value, model=long))
+    assert view.html is not None
+    assert f"against PyTorch: {long}" in view.html
+    assert long in view.text.splitlines()[0]
+    table = view.html[view.html.index("<table") : view.html.index("</table>")]
+    rows = [row for row in re.findall(r"<tr.*?</tr>", table) if "colspan" not in row]
+    cells = [re.findall(r"<t[dh].*?</t[dh]>", row) for row in rows]
+    heads = [re.sub(r"<[^>]+>", "", cell) for cell in cells[0]]
+    # The verdict is beside the name, where no page is too narrow for it.
+    assert heads == ["layer", "verdict", "mean error", "", "of ours", "worst token"]
+    for row in cells[1:]:
+        assert len(row) == len(heads)
+        assert all("white-space:nowrap" in cell for n, cell in enumerate(row) if n != 2)
+    beneath = re.findall(r'<td colspan="6"[^>]*>(.*?)</td>', table)
+    assert len(beneath) == sum(each.router is not None for each in value.layers) > 0
+    assert all(cell.startswith("experts ") for cell in beneath)
+
+
 def test_the_view_escapes_what_the_engine_says(folder: Path) -> None:
     value = compared(Worker(folder), folder, layers=[0])
     hostile = "<script>alert(1)</script>"
@@ -639,3 +661,222 @@ def test_the_view_escapes_what_the_engine_says(folder: Path) -> None:
 def test_the_configuration_is_as_meant() -> None:
     config = BeamConfig.from_dict(CONFIG)
     assert [config.is_full(i) for i in range(4)] == [False, True, False, True]
+
+
+# -- engines and documents that mean no good -----------------------------------------------------
+
+
+def answering(folder: Path, action: str, change: Callable[[dict[str, Any]], Any]) -> Engine:
+    """An engine whose answers to one step are changed."""
+    engine = Engine(Worker(folder))
+    ask = engine.collective_rpc
+
+    def rpc(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        rows = ask(method, args)
+        return [change(row) for row in rows] if args[0] == action else rows
+
+    engine.collective_rpc = rpc  # type: ignore[method-assign]
+    return engine
+
+
+def taking(folder: Path, name: str, change: dict[str, Any] | None) -> Engine:
+    """An engine one of whose tensors is changed, or missing."""
+
+    def changed(row: dict[str, Any]) -> dict[str, Any]:
+        kept = dict(row.get("tensors", {}))
+        if name in kept:
+            old = kept.pop(name)
+            if change is not None:
+                kept[name] = old | change
+        return row | {"tensors": kept}
+
+    return answering(folder, "take", changed)
+
+
+@pytest.mark.parametrize("answer", [None, 5, [], [None], {}, "x", [{}]])
+def test_what_is_no_answer(answer: Any, folder: Path) -> None:
+    engine = Engine(Worker(folder))
+    engine.collective_rpc = lambda *_, **__: answer  # type: ignore[method-assign]
+    with pytest.raises(ServingError, match=r"cannot be asked|workbench of another version"):
+        compared(engine, folder)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"errors": 5}, {"passes": None}, {"kept": 5}, {"kept": {"0": 5}}]
+)
+def test_what_was_seen_is_not_understood(wrong: dict[str, Any], folder: Path) -> None:
+    with pytest.raises(ServingError, match="workbench of another version"):
+        compared(answering(folder, "seen", lambda row: row | wrong), folder)
+
+
+def test_what_a_hook_says_is_one_line(folder: Path) -> None:
+    engine = answering(folder, "seen", lambda row: row | {"errors": ["a\nb\x1b[2J"]})
+    with pytest.raises(ServingError, match="a hook failed") as caught:
+        compared(engine, folder)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["before", "after"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (None, "was kept not at all"),
+        ({"shape": [TOKENS * 2, HIDDEN // 2]}, rf"in the shape \[{TOKENS * 2}, {HIDDEN // 2}\]"),
+        ({"shape": [TOKENS * HIDDEN]}, rf"in the shape \[{TOKENS * HIDDEN}\]"),
+        ({"dtype": "nothing"}, "kept of layer 1 cannot be read"),
+        ({"shape": [1, 2]}, "kept of layer 1 cannot be read"),
+        ({"data": b""}, "kept of layer 1 cannot be read"),
+    ],
+)
+def test_streams_that_are_not_whole(
+    name: str, change: dict[str, Any] | None, says: str, folder: Path
+) -> None:
+    with pytest.raises(ServingError, match=says) as caught:
+        compared(taking(folder, name, change), folder, layers=[1], head=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_that_is_split_is_refused(folder: Path) -> None:
+    def split(row: dict[str, Any]) -> dict[str, Any]:
+        kept = row.get("tensors", {})
+        half = {"logits": kept["logits"] | {"shape": [2, 32]}} if list(kept) == ["logits"] else {}
+        return row | {"tensors": kept | half}
+
+    engine = answering(folder, "take", split)
+    with pytest.raises(ServingError, match=r"output of the head was kept in the shape \[2, 32\]"):
+        compared(engine, folder, layers=[0])
+
+
+@pytest.mark.parametrize("expert", [8, -1, 10**9])
+def test_numbers_of_experts_that_are_not_ours_are_not_seen(expert: int, folder: Path) -> None:
+    """As of an engine with copies of experts: then its router's logits say what it chose."""
+    data = torch.full((TOKENS, 2), expert, dtype=torch.int64).numpy().tobytes()
+    engine = taking(folder, "ids", {"shape": [TOKENS, 2], "dtype": "int64", "data": data})
+    each = compared(engine, folder, layers=[SPARSE_LAYER], head=False)[SPARSE_LAYER]
+    assert each.router is not None
+    assert (each.router.source, each.router.flipped) == ("logits", 0)
+
+
+def test_a_split_mlp_is_not_seen(folder: Path) -> None:
+    engine = taking(folder, "mlp", {"shape": [TOKENS * 2, HIDDEN // 2]})
+    each = compared(engine, folder, layers=[0], head=False)[0]
+    assert each.engine_mlp is None
+    assert each.verdict == "agrees"
+
+
+def test_an_engine_that_dies_says_its_first_error(folder: Path) -> None:
+    def dead(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("gone\nfor good")
+
+    engine = Engine(Worker(folder))
+    engine.generate = dead  # type: ignore[method-assign]
+    with pytest.raises(ServingError, match=r"computed the prompt \(RuntimeError: gone for good\)"):
+        compared(engine, folder)
+    assert not any(each._forward_hooks for each in engine.workers[0].model.modules())
+    for error, seen in ((MemoryError("first"), ServingError), (KeyboardInterrupt(), None)):
+        engine = Engine(Worker(folder))
+
+        def dying(*_: Any, engine: Any = engine, error: BaseException = error, **__: Any) -> None:
+            engine.collective_rpc = dead
+            raise error
+
+        engine.generate = dying  # type: ignore[method-assign]
+        with pytest.raises(seen or KeyboardInterrupt) as caught:
+            compared(engine, folder)
+        assert "gone" not in str(caught.value)
+
+
+def test_a_layer_that_runs_twice_is_kept_once(folder: Path) -> None:
+    worker = Worker(folder)
+    run = worker.model.run
+
+    def twice(ids: list[int], start: int) -> None:
+        run(ids, start)
+        worker.layer(0).fault = lambda h: h * 2  # of the second pass alone
+        run(ids, start)
+
+    worker.model.run = twice  # type: ignore[method-assign]
+    assert compared(worker, folder).agrees
+
+
+@pytest.mark.parametrize(
+    "ids", [5, "abc", b"ab", [[1]], [True], [1.0], [None], [-1], [10**30], iter(())]
+)
+def test_what_is_no_prompt(ids: Any, folder: Path) -> None:
+    with pytest.raises(ServingError, match="takes token ids from 0 to 63, at least one"):
+        compared(Worker(folder), folder, prompt_token_ids=ids, layers=[0])
+
+
+def test_prompts_of_one_token_and_of_tensors(folder: Path) -> None:
+    one = compared(Worker(folder), folder, prompt_token_ids=iter([3]), layers=[SPARSE_LAYER])
+    assert (one.tokens, one.agrees) == (1, True)
+    some = compared(Worker(folder), folder, prompt_token_ids=torch.tensor(IDS[:9]), layers=[0])
+    assert (some.tokens, some.agrees) == (9, True)
+    short = Worker(folder)
+    short.vllm_config.model_config.max_model_len = 1
+    with pytest.raises(ServingError, match="takes 0 tokens of a prompt in one piece; raise"):
+        compared(short, folder, prompt_token_ids=None)
+
+
+@pytest.mark.parametrize("factor", ["2", None, True, float("nan"), float("inf"), 0.5, 10**400])
+def test_what_is_no_factor(factor: Any, folder: Path) -> None:
+    with pytest.raises(ServingError, match="factor must be a number from 1"):
+        compared(Worker(folder), folder, factor=factor)
+
+
+def test_a_shape_alone_is_refused_before_the_engine_is_asked() -> None:
+    with pytest.raises(ServingError, match="beam-501b is known by its shape only"):
+        layer_parity(object(), "beam-501b", layers=[0])
+
+
+def test_ranks_of_different_models_are_refused(folder: Path) -> None:
+    other = Worker(folder, rank=1)
+    del other.model.model.layers[3]  # type: ignore[union-attr]
+    with pytest.raises(ServingError, match="the engine's model has 3 layers"):
+        compared(Engine(Worker(folder), other), folder)
+
+
+WRONG: list[Any] = [
+    5.5, None, "<b>\n", [], {}, [[1, 2, 3]], float("nan"), float("inf"), -1, 10**400, True,
+]  # fmt: skip
+PLACES: list[tuple[Any, ...]] = [
+    *((name,) for name in ("model", "engine", "reference", "tokens", "window", "factor")),
+    *((name,) for name in ("recorded_on", "layers", "notes")), ("layers", 1), ("engine", "version"),
+    *(("layers", 1, name) for name in ("layer", "attention", "mlp", "tokens", "engine", "router")),
+    *(("layers", 1, name) for name in ("rank_gap", "allowed", "verdict", "reason")),
+    *(("layers", 1, "engine", name) for name in ("mean", "worst_token", "cosine")),
+    *(("layers", 1, "router", name) for name in ("source", "flipped", "widest", "flips")),
+]  # fmt: skip
+
+
+def test_a_document_has_what_its_places_declare_or_is_refused(folder: Path) -> None:
+    """Whatever passes can be printed, drawn and written again."""
+    text = json.dumps(compared(Worker(folder), folder, layers=[0, 1]).to_dict())
+    passed, refused = 0, list[str]()
+    for *way, last in PLACES:
+        for wrong in WRONG:
+            document = json.loads(text)
+            place = document
+            for step in way:
+                place = place[step]
+            place[last] = wrong
+            try:
+                value = LayerParity.from_dict(document)
+            except ServingError as error:
+                refused.append(str(error))
+                continue
+            passed += 1
+            assert json.loads(json.dumps(value.to_dict(), allow_nan=False)) == document
+            html = views.layer_parity(value).html or ""
+            assert repr(value)
+            assert "<b>" not in html
+    assert all(map(str.isprintable, refused))
+    assert 20 < passed < len(PLACES) * len(WRONG) // 3
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    document = json.loads(text)
+    for wrong in (document | {"a\nb": 1}, document | {5: 1}, document | {"engine": {"a": deep}}):
+        with pytest.raises(ServingError, match="incomplete or of another version") as caught:
+            LayerParity.from_dict(wrong)
+        assert str(caught.value).isprintable()

@@ -228,3 +228,34 @@ def test_times_beyond_the_last_bucket_are_no_figure() -> None:
     rows = beside_published(PLAN, samples, fixed=busy(8000, 0.02)).rows
     assert not rows[TAIL].of("measured here")
     assert isinstance(PLAN, Plan)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [None, 5, [5], [None], "abc", {"a": 1}, sample(0), [replace(sample(0), seconds=float("inf"))]],
+)
+def test_what_are_no_samples_is_said(wrong: Any) -> None:
+    with pytest.raises(SizingError, match="samples takes a list of a monitor's samples, not"):
+        beside_published(PLAN, wrong)
+    with pytest.raises(SizingError, match="fixed takes a list of a monitor's samples, not"):
+        beside_published(PLAN, fixed=wrong)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"generation_tokens": float("nan")},
+        {"seconds": 0.0},
+        {"drafts": float("nan"), "accepted_tokens": 1},
+        {"itl": Spread((), 0.0), "running": 1},
+        {"itl": spread(float("nan")), "running": 1},
+        {"tpot": spread(float("inf")), "running": 1, "drafts": 1},
+        {"running": None, "finished": None},
+    ],
+)
+def test_odd_samples_make_no_figure(odd: dict[str, Any]) -> None:
+    samples = [replace(one, prompt_tokens=None, **odd) for one in busy(9000, 0.02)]
+    found = beside_published(PLAN, iter(samples))
+    json.dumps(found.to_dict(), allow_nan=False)
+    if "seconds" in odd or "generation_tokens" in odd or "finished" in odd:
+        assert not found.rows[MANY].of("measured here")

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import workbench
 from serving.fake_engine import all_gone, asked, free_port, pids, write_engine
+from workbench import views
 from workbench.datasheet import SHEETS, GpuSheet
 from workbench.errors import ServingError, WorkbenchError
 from workbench.hardware import Gpu
@@ -354,6 +356,11 @@ def test_loaded_to_be_served(
         lambda beam: workbench.logit_lens(beam, "x"),
         lambda beam: workbench.intervene(beam, ablate_layers=[1]).__enter__(),
         lambda beam: workbench.decode(beam, None, "x"),
+        lambda beam: workbench.compare_kernels(beam, {}, {}, "x"),
+        lambda beam: views.explore(beam, "x"),
+        lambda beam: views.live(beam),
+        lambda beam: views.switchboard(beam),
+        lambda beam: views.drafting(beam, None),
         lambda beam: workbench.load_drafter(beam),
         lambda beam: workbench.save(beam, "/nowhere/at/all"),
         lambda beam: beam.tokenizer,
@@ -369,6 +376,12 @@ def test_what_takes_a_loaded_model_refuses_it(use: Callable[[Any], Any]) -> None
     assert "layers=[0, 3]" in text or "must be a loaded model (load(...)), not ServedBeam(" in text
 
 
+def test_a_drafter_of_another_model_is_refused() -> None:
+    drafter: Any = SimpleNamespace(name="d", target=SimpleNamespace(name="beam-tiny"))
+    with pytest.raises(WorkbenchError, match="d was loaded for another beam-tiny"):
+        views.adaptive(tiny(cpu=True), drafter, "x")  # type: ignore[arg-type]
+
+
 def test_python_finds_nothing_that_is_not_there() -> None:
     import copy
 
@@ -377,5 +390,52 @@ def test_python_finds_nothing_that_is_not_there() -> None:
     with pytest.raises(NoWeightsHereError, match="served by vLLM and has no layers here"):
         beam.layers  # noqa: B018
     assert not hasattr(beam, "_repr_html_")
-    assert copy.copy(beam).name == "beam-tiny"
+    for made in (copy.copy(beam), copy.deepcopy(beam)):
+        assert made is not beam
+        assert made.command == beam.command
+        with pytest.raises(NoWeightsHereError):
+            made.layers  # noqa: B018
+    with pytest.raises(ServingError, match="cannot be pickled; load it where it is wanted"):
+        beam.__reduce_ex__(2)
     assert beam._repr_mimebundle_() == {"text/plain": repr(beam)}
+
+
+@pytest.mark.parametrize(
+    ("wish", "says"),
+    [
+        ({"gpu": "H200", "gpus": 0}, "gpus must be a whole number from 1"),
+        ({"gpu": "H200", "context": 0}, "context must be a whole number from 1"),
+        ({"gpu": "H200", "sequences": 0}, "sequences must be a whole number from 1"),
+        ({"sequences": 0}, "sequences must be a whole number from 1"),  # of the CPU build
+        ({"colour": "red"}, "a plan is made for gpu, gpus, "),
+    ],
+)
+def test_no_wish_is_passed_over(wish: dict[str, Any], says: str) -> None:
+    with pytest.raises(WorkbenchError, match=says):
+        tiny(cpu=True).replan(**wish).launch  # noqa: B018
+    with pytest.raises(ServingError, match="a plan is made for gpu"):
+        tiny(colour="red")
+
+
+@pytest.mark.parametrize("extra", [None, 5, "ab", [5]])
+def test_extra_arguments_that_are_none(extra: Any) -> None:
+    with pytest.raises(WorkbenchError) as caught:
+        tiny(cpu=True).serve(say=None, extra=extra)
+    assert "extra argument" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2Jx", "<b>\n", "x\udce4"])
+def test_hostile_names_are_shown_on_one_line(
+    name: str, tmp_path: Path, gpus: Callable[..., None]
+) -> None:
+    folder = folder_of(tmp_path / name)
+    beam = served(folder)
+    assert all(line.isprintable() for line in repr(beam).splitlines())
+    assert repr(beam).count("\n") == (1 if not name.isprintable() else 0)
+    for use in (beam.serve, lambda: beam.command, lambda: beam.layers, lambda: beam.client()):
+        with pytest.raises(ServingError) as caught:
+            use()
+        assert str(caught.value).isprintable()
+    assert beam.advice.isprintable()
+    assert "characters that cannot be printed" in beam.advice
+    assert list(beam._repr_mimebundle_()) == ["text/plain"]

@@ -71,6 +71,25 @@ def test_what_was_measured_is_drawn(value: PublishedBeside) -> None:
     assert "measured here: 20 s of a server's metrics" in view.text
 
 
+def test_a_source_stands_once_under_the_figures_it_is_of() -> None:
+    def one(value: float, label: str, source: str) -> Figure:
+        return Figure(value=value, kind="published", label=label, source=source)
+
+    figures = (one(168_800, "A", "blog, 4 GPUs"), one(2, "B", "blog, 4 GPUs"), one(3, "C", "else"))
+    row = Row(name="speed", unit="tokens/s", remark="", missing={}, figures=figures)
+    view = views.beside_published(PublishedBeside(plan="p", seconds=0.0, rows=(row,)))
+    assert view.html is not None
+    shown = cells(view.html)[1][0]
+    assert [shown.count(word) for word in ("blog, 4 GPUs", "else")] == [1, 1]
+    assert re.sub(r"\s+", " ", shown).strip() == (
+        "◆ 168,800 tokens/s A ◆ 2.00 tokens/s B blog, 4 GPUs ◆ 3.00 tokens/s C else"
+    )
+    assert view.text.count("blog, 4 GPUs") == 1
+    assert "B; as above" in view.text
+    # A long number goes to the next line with its sign: nothing there is unbreakable but itself.
+    assert "nowrap" not in view.html
+
+
 def test_numbers_have_the_digits_that_tell_them_apart() -> None:
     def shown(value: float, unit: str = "ms") -> str:
         return number(Figure(value=value, kind="published", label="", source=""), unit)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from workbench.serving.monitor.intervals import Intervals, pooled
 from workbench.serving.monitor.metrics_page import read_page
 from workbench.serving.monitor.monitor import Monitor
 from workbench.serving.monitor.monitor_file import SampleWriter, header, read_recording
-from workbench.serving.monitor.monitor_replay import replay
+from workbench.serving.monitor.monitor_replay import Replay, replay
 from workbench.serving.monitor.sample import PER_SCHEDULED, Sample
 from workbench.serving.monitor.spread import Spread
 from workbench.views.background import stop_after_interrupted_cell, stop_all
@@ -120,7 +121,8 @@ def test_throughput_is_first_and_right() -> None:
     assert "restarted 1 time" in title.replace("<br>", " ")
     # Of the samples whose time is known: three, and the one after the restart.
     timed = sum(tokens) + 3
-    assert f"{timed / (3 * 0.5 + 5 + 0.5 + 1.0):,.1f} tokens/s" in str(view)
+    speed = timed / (3 * 0.5 + 5 + 0.5 + 1.0)
+    assert f"{speed:,.{1 if speed < 100 else 0}f} tokens/s" in str(view)
 
 
 def test_acceptance_by_slot_is_that_of_the_local_decoder() -> None:
@@ -231,6 +233,11 @@ def test_load_has_requests_cache_and_preemptions() -> None:
     assert "KV cache at most 30.0%" in str(serving_load(run()))
 
 
+def test_counts_have_no_halves() -> None:
+    layout = serving_load(run()).figure.layout  # at most two preemptions, four that wait
+    assert (layout.yaxis.dtick, layout.yaxis2.dtick, layout.yaxis3.dtick) == (None, None, 1)
+
+
 def test_one_engine_can_be_chosen() -> None:
     samples = run(engines=("0", "1"))
     both, first, second = (
@@ -277,8 +284,37 @@ def test_names_of_a_server_stay_text() -> None:
 
 @pytest.mark.parametrize("figure", FIGURES)
 def test_figures_fit_a_narrow_page(figure: Any) -> None:
-    if figure is not serving_acceptance:  # that one is the local decoder's
-        narrow.check(figure(run()), figure.__name__)
+    view = figure(run(), source="recorded: NVIDIA H200, vLLM 0.33.0, beam-tiny, 2026-11-30")
+    narrow.check(view, figure.__name__)
+    subtitle = view.figure.layout.title.subtitle.text
+    assert not re.search(r"(p50|p99|mean|[<>=]|\bn)<br>", subtitle)
+    # What the figure grows by its lines its panels keep: the plot is as high as with few words.
+    short = figure(run(), source="recorded")
+    inner = [v.figure.layout.height - v.figure.layout.margin.t - v.figure.layout.margin.b
+             for v in (view, short)]  # fmt: skip
+    assert inner[0] == inner[1] > 150
+
+
+@pytest.mark.parametrize("name", ["06_serving", "07_full_beam_on_blackwell"])
+def test_notebooks_of_serving_lead_on_and_fit(name: str) -> None:
+    folder = Path(__file__).resolve().parents[2] / "notebooks"
+    cells = json.loads((folder / f"{name}.ipynb").read_text("utf-8"))["cells"]
+    words = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    assert not re.search(r"`0\d_\w+(\.ipynb)?`", words)  # named, but not to be clicked
+    for target, _, heading in re.findall(r"\]\((\w+\.ipynb)(#([^)]*))?\)", words):
+        assert (folder / target).is_file()
+        there = (folder / target).read_text("utf-8")
+        assert not heading or f"## {heading.replace('-', ' ')}\\n" in there or (
+            f'"## {heading.replace("-", " ")}"' in there
+        )  # fmt: skip
+    # Columns of text fit beside the file browser in a window of 1000 px.
+    tables = [cell for cell in cells if re.search(r":<\d+\}", "".join(cell["source"]))]
+    lines = [
+        line for cell in tables for output in cell["outputs"]
+        for line in "".join(output.get("text", "")).splitlines()
+    ]  # fmt: skip
+    assert max(map(len, lines), default=0) <= 71
+    assert bool(lines) == (name == "06_serving")
 
 
 # -- the page -------------------------------------------------------------------------------------
@@ -377,6 +413,10 @@ def test_a_recording_in_the_page(tmp_path: Path) -> None:
     path = recorded(tmp_path / "run.jsonl", samples)
     for what in (str(path), path, read_recording(path), replay(path, speed=200)):
         board = board_of(what, window="all", speed=200)
+        if not isinstance(what, Replay):  # a saved notebook says what is in the recording
+            assert "no sample yet" not in board.text
+            assert f"{len(samples)} samples" in board._static_html()
+            assert "is replayed here" in board._static_html()
         page = Page(board)
         assert board.monitor is None
         press(board, "ready")
@@ -507,6 +547,26 @@ def test_the_page_of_one_server_ends_the_one_before() -> None:
             wait_until(lambda page=page: bool(page.updates))
         wait_until(lambda: boards[0].widget.state == "ended")
         assert boards[1].widget.state == "running"
+
+
+def test_a_page_that_is_held_says_that_it_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pretend = PretendServer(further=False)
+    with serving(pretend.page) as server:
+        board = board_of(server.url, hertz=20)
+        page = Page(board)
+        press(board, "ready")
+        wait_until(lambda: bool(page.updates))
+        press(board, "pause")
+        press(board, "record")
+        assert page.last["recording"]
+        assert "recording into" in page.last["status"]
+        press(board, "record")
+        assert not page.last["recording"]
+        assert board.widget.state == "paused"
+        board.stop()
 
 
 def test_a_recording_that_cannot_begin_is_said_and_nothing_stops(

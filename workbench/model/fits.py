@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # a configuration is judged for a CPU where there is no torch
 CONTEXT, CHUNK = 4096, 512  # tokens of the sequence and of a prefill chunk that room is kept for
 # Smaller models in float32 keep a second, packed copy on a CPU (Beam.pack, PACK_BYTES).
 _PACKED = 128 << 20
+_NO_LIMIT = 1 << 60  # bytes: how cgroups of version 1 say that there is none
 _CGROUPS = (
     # limit, used, statistics, and there the key of file pages that can be dropped
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current",
@@ -80,10 +81,15 @@ class Fit:
         free = "unknown" if self.free_bytes is None else gib(self.free_bytes)
         verdict = "fits" if self.fits else "does not fit"
         return (
-            f"{self.model} {verdict} {self.device}: {self.dtype} weights of "
+            f"{on_one_line(self.model)} {verdict} {self.device}: {self.dtype} weights of "
             f"{gib(self.weights_bytes)} (exact) and {gib(self.room_bytes)} to work in (modelled), "
             f"{free} free"
         )
+
+
+def on_one_line(name: str) -> str:
+    """A model's name for a sentence: a folder's may have line ends and escapes in it."""
+    return name if name.isprintable() else repr(name)
 
 
 def fit_on(
@@ -159,23 +165,44 @@ def free_bytes(device: str) -> int | None:
     if device != "cpu":
         return None
     found = [_available(), *(_cgroup_free(*files) for files in _CGROUPS)]
-    known = [count for count in found if count is not None]
-    # macOS says nothing comparable: there it is all the memory there is.
-    return min(known) if known else usable_memory()
+    known = [count for count in (*found, *_nothing_else(found)) if count is not None]
+    return min(known, default=None)
+
+
+def _nothing_else(found: list[int | None]) -> tuple[int | None, ...]:
+    """All the memory there is, where the system does not say what is free of it, as on macOS."""
+    if found[0] is not None:
+        return ()
+    total = usable_memory()
+    return (total,) if total is not None and total > 0 else ()
 
 
 def _available() -> int | None:
     with suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text("ascii").splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+                kib = int(line.split()[1])
+                return kib * 1024 if kib > 0 else None  # who runs this has some: it is not known
     return None
 
 
 def _cgroup_free(limit: str, used: str, statistics: str, droppable: str) -> int | None:
     """What a container's limit leaves; None without one."""
+    most = _count(limit)  # "max" is no number
+    if most is None or not 0 < most < _NO_LIMIT:
+        return None
+    # Of what it does not say, the limit still holds.
+    taken, dropped = _count(used) or 0, _count(statistics, droppable) or 0
+    return min(most, max(0, most - max(0, taken - max(0, dropped))))
+
+
+def _count(file: str, key: str | None = None) -> int | None:
+    """The number in a file of the system, or the one after ``key`` in its lines."""
     with suppress(OSError, ValueError):
-        most = int(Path(limit).read_text("ascii"))  # "max" is no number
-        pages = dict(line.split() for line in Path(statistics).read_text("ascii").splitlines())
-        return max(0, most - int(Path(used).read_text("ascii")) + int(pages.get(droppable, 0)))
+        text = Path(file).read_text("ascii")
+        if key is None:
+            return int(text)
+        for line in text.splitlines():
+            if line.startswith(f"{key} "):
+                return int(line.split()[1])
     return None

@@ -15,15 +15,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from workbench.errors import CheckpointError
-from workbench.files import FileError, expand, read_json
+from workbench.files import LIMIT, FileError, expand, read_json
 from workbench.hardware import gigabytes
 from workbench.model.asked import shown
 from workbench.model.presets import known_models
@@ -50,6 +49,13 @@ _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _ASK_SECONDS = 30.0
 _MARGIN = 1 << 30  # bytes of the disk that are left alone
+# A token is a word of a header; the client would repeat any other in its error.
+_TOKEN = re.compile(r"[!-~]{1,512}")
+
+# What the client makes of answers that are not a hub's.
+_NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+_T = TypeVar("_T")
 
 
 class HubError(CheckpointError):
@@ -153,7 +159,9 @@ def look(repo: str, revision: str | None = None) -> HubModel:
         HubError: no such model or revision, no right to it, no network, not in the cache.
     """
     if revision is not None and (
-        not isinstance(revision, str) or not _REVISION.fullmatch(revision)
+        not isinstance(revision, str)
+        or not _REVISION.fullmatch(revision)
+        or ".." in revision  # the client makes paths of it
     ):
         raise HubError(f"revision is a branch, a tag or a commit of the hub, not {shown(revision)}")
     hub = _client()
@@ -171,24 +179,31 @@ def look(repo: str, revision: str | None = None) -> HubModel:
             folder=folder,
             sizes=MappingProxyType({}),
         )
-    with _sentences(hub, repo, revision):
-        said = hub.HfApi(endpoint=_endpoint()).model_info(
-            repo, revision=revision, files_metadata=True, timeout=_ASK_SECONDS, token=_token()
-        )
-        sizes = {one.rfilename: int(one.size or 0) for one in said.siblings or ()}
-        if "config.json" not in sizes:
-            raise HubError(f"{repo} on the hub has no config.json, so it is no Beam checkpoint")
+    _check_token()
+    sizes = _asked(hub, repo, revision, lambda: _sizes(hub, repo, revision))
+    if "config.json" not in sizes:
+        raise HubError(f"{repo} on the hub has no config.json, so it is no Beam checkpoint")
+    for name in DESCRIBING:
+        if sizes.get(name, 0) > LIMIT:
+            raise HubError(
+                f"{name} of {repo} has {gigabytes(sizes[name])}, which no description of a model "
+                "has; take another model"
+            )
+
+    def describing() -> Path:
         # By the revision's own name, which the cache then knows when it is offline.
         config = Path(_download(hub, repo, "config.json", revision))
-        commit = config.parent.name
         for name in DESCRIBING[1:]:
             if name in sizes:
-                _download(hub, repo, name, commit)
+                _download(hub, repo, name, config.parent.name)
+        return config.parent
+
+    folder = _asked(hub, repo, revision, describing)
     return HubModel(
         repo=repo,
         revision=revision,
-        commit=commit,
-        folder=config.parent,
+        commit=folder.name,
+        folder=folder,
         sizes=MappingProxyType(sizes),
     )
 
@@ -214,7 +229,15 @@ def fetch(
             f"{', '.join(missing[:3])}{more} of {model.repo} are not in the hub's cache, and it "
             "is switched off (HF_HUB_OFFLINE); unset that"
         )
-    needed, free = model.bytes_of(missing), shutil.disk_usage(model.folder).free
+    _check_token()
+    needed = model.bytes_of(missing)
+    try:
+        free = shutil.disk_usage(model.folder).free
+    except OSError as error:
+        raise HubError(
+            f"{model.folder} of {model.repo} cannot be looked at ({error.strerror or error}); load "
+            "it again"
+        ) from error
     if needed + _MARGIN > free:
         raise HubError(
             f"{model.repo} has {gigabytes(needed)} to be fetched and the disk of {model.folder} "
@@ -222,12 +245,16 @@ def fetch(
             "some layers (layers=[0, 3])"
         )
     hub = _client()
-    with _sentences(hub, model.repo, model.revision):
-        for number, name in enumerate(missing, 1):
-            if say is not None:
-                size = gigabytes(model.sizes.get(name, 0))
-                say(f"fetching {name} of {model.repo}, {size} ({number} of {len(missing)})")
-            _download(hub, model.repo, name, model.commit)
+    for number, name in enumerate(missing, 1):
+        if say is not None:
+            size = gigabytes(model.sizes.get(name, 0))
+            say(f"fetching {name} of {model.repo}, {size} ({number} of {len(missing)})")
+        _asked(
+            hub,
+            model.repo,
+            model.revision,
+            lambda name=name: _download(hub, model.repo, name, model.commit),  # type: ignore[misc]
+        )
 
 
 # -- asking -------------------------------------------------------------------------------------
@@ -246,7 +273,14 @@ def _client() -> Any:
 
 def _token() -> str | bool:
     """The environment's, else none: not what a login left on the disk."""
-    return next((os.environ[name] for name in _TOKENS if os.environ.get(name)), False)
+    return next((word for name in _TOKENS if (word := os.environ.get(name, "").strip())), False)
+
+
+def _check_token() -> None:
+    if _token() and not _TOKEN.fullmatch(str(_token())):  # in no name: frames are shown
+        raise HubError(
+            "HF_TOKEN has characters that no token has; set it to the token alone, or unset it"
+        )
 
 
 def _endpoint() -> str | None:
@@ -279,20 +313,30 @@ def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-@contextmanager
-def _sentences(hub: Any, repo: str, revision: str | None) -> Iterator[None]:
-    """Whatever the hub's client raises, as one sentence of our own: no header, no token."""
+def _sizes(hub: Any, repo: str, revision: str | None) -> dict[str, int]:
+    """Bytes of each file that the hub lists; 0 where it does not say."""
+    said = hub.HfApi(endpoint=_endpoint()).model_info(
+        repo, revision=revision, files_metadata=True, timeout=_ASK_SECONDS, token=_token()
+    )
+    return {str(one.rfilename): max(0, int(one.size or 0)) for one in said.siblings or ()}
+
+
+def _asked(hub: Any, repo: str, revision: str | None, ask: Callable[[], _T]) -> _T:
+    """The answer, or whatever the hub's client raises as one sentence of our own.
+
+    Its error is let go rather than chained: its message may have a header, and the frames of its
+    traceback have the token, which debuggers and notebooks show.
+    """
     try:
-        yield
-    except CheckpointError:
-        raise
+        return ask()
     except Exception as error:
-        raise HubError(_sentence(hub, repo, revision, error)) from error
+        sentence = _sentence(hub, repo, revision, error)
+    raise HubError(sentence)
 
 
 def _sentence(hub: Any, repo: str, revision: str | None, error: Exception) -> str:
     errors = hub.errors
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    status = _status(error)
     token = "the token in HF_TOKEN" if _token() else "no token is set (HF_TOKEN)"
     if isinstance(error, errors.GatedRepoError):
         return (
@@ -318,11 +362,27 @@ def _sentence(hub: Any, repo: str, revision: str | None, error: Exception) -> st
             f"{repo} cannot be written to the hub's cache ({where}{error.strerror or error}); "
             "free space, or set HF_HUB_CACHE to another folder"
         )
+    root = error.__cause__ or error
+    if isinstance(root, (*_NONSENSE, errors.FileMetadataError)) or type(root) is OSError:
+        return (
+            f"what the hub answered of {repo} cannot be understood ({type(root).__name__}); check "
+            "HF_ENDPOINT and the network, or give a folder"
+        )
     here = "; HF_HUB_OFFLINE=1 takes the copy in its cache" if _cached(hub, repo, revision) else ""
     return (
-        f"{repo} is no folder here, and the hub cannot be reached ({type(error).__name__})"
+        f"{repo} is no folder here, and the hub cannot be reached ({type(root).__name__})"
         f"{here or '; check the network, or give a folder'}"
     )
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The hub's answer that an error is of; the client wraps some in others of its own."""
+    for _ in range(4):
+        found = getattr(getattr(error, "response", None), "status_code", None)
+        if error is None or found is not None:
+            return found
+        error = error.__cause__
+    return None
 
 
 def _of_network(error: OSError) -> bool:
@@ -342,7 +402,7 @@ def _weight_map(index: Path, repo: str) -> dict[str, str]:
         # Names come from somebody else: nothing is fetched or written beside the folder.
         if not _WEIGHTS.fullmatch(file):
             raise HubError(
-                f"the index of {repo} places {tensor:.80} in {shown(file)}, which is not a "
+                f"the index of {repo} places {shown(tensor)} in {shown(file)}, which is not a "
                 "safetensors file beside it"
             )
     if not names:

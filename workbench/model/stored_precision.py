@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from workbench.files import FileError, read_json
@@ -42,10 +43,10 @@ def stored_precision(folder: Path, config: BeamConfig) -> Precision:
 
 
 def _tensor_names(folder: Path) -> tuple[str, ...]:
-    try:
-        return tuple(map(str, read_json(folder / INDEX_FILE)["weight_map"]))
-    except (FileError, TypeError, KeyError):
-        pass
+    with suppress(FileError, TypeError, KeyError):
+        places = read_json(folder / INDEX_FILE)["weight_map"]
+        if isinstance(places, dict):
+            return tuple(places)
     if not (folder / SINGLE_FILE).is_file():
         return ()
     from workbench.model.checkpoint_read import read_headers

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from math import isfinite
+from typing import Any
 
+from workbench.model.asked import SizingError, shown
 from workbench.serving.monitor.intervals import pooled
 from workbench.serving.monitor.sample import Sample
 from workbench.serving.published_row import Figure
 
 
+def samples_of(name: str, given: Any) -> list[Sample]:
+    """The samples that somebody gave as ``name``.
+
+    Raises:
+        SizingError: these are none, or one has no length.
+    """
+    found = list(given) if isinstance(given, Iterable) else [given]
+    wrong = [one for one in found if not isinstance(one, Sample) or not isfinite(one.seconds)]
+    if wrong or not isinstance(given, Iterable):
+        raise SizingError(
+            f"{name} takes a list of a monitor's samples, not "
+            f"{shown(wrong[0]) if wrong else 'a single one'}"
+        )
+    return found
+
+
 def measured_figure(value: float | None, how: str, samples: Sequence[Sample]) -> Figure | None:
-    """A figure that was measured here, ``how``, in these samples; None where there is no value."""
-    if value is None:
+    """A figure that was measured here, ``how``, in these samples; None where there is no value, or
+    none that is a number."""
+    if value is None or not isfinite(value):
         return None
     models = ", ".join(dict.fromkeys(sample.model for sample in samples if sample.model))
     told = f"{models or 'model not named'}; {how}"

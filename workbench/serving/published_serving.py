@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -31,12 +32,15 @@ from workbench.serving.published_measured import (
     lone_request,
     measured_figure,
     p99_tpot,
+    samples_of,
 )
 from workbench.serving.published_row import Figure, Kind, Row, references, row
 from workbench.spec.adaptive import Adaptive, Fixed
 from workbench.spec.measured_adaptive import measured_adaptive
 from workbench.spec.published import published
+from workbench.spec.rates import Acceptance
 from workbench.spec.simulate import card_source, cost_table, default_requests, simulate
+from workbench.spec.simulation_result import SimulationResult
 
 CONTEXT = 4096  # tokens of a sequence in modelled steps; the announcement does not say
 LENGTH = 3.71  # tokens a step of the single request with DFlash2, as announced
@@ -91,10 +95,10 @@ def beside_published(
             adaptive over fixed verification is measured.
 
     Raises:
-        SizingError: ``plan`` is no plan.
+        SizingError: ``plan`` is no plan, or what is given as samples is none.
     """
     instance("plan", plan, Plan, "a Plan, such as make_plan(...)")
-    seen = list(samples)
+    seen, verified = samples_of("samples", samples), samples_of("fixed", fixed)
     alone = lone_request(seen)
     drafting = [s for s in alone if s.drafts]
     rows = (
@@ -103,7 +107,7 @@ def beside_published(
         _single(plan, drafting),
         _lengths(seen),
         _many(plan, seen),
-        *_adaptive(seen, list(fixed)),
+        *_adaptive(seen, verified),
         _prefill(plan),
         _prompts(plan, seen),
     )
@@ -183,8 +187,7 @@ def _lengths(samples: Sequence[Sample]) -> Row:
         Figure(value=value, kind="published", label=model, source=_BLOG)
         for model, value in _BLOG_LENGTHS
     ]
-    run = read_probe(str(files("workbench.serving") / "recorded" / "probe-h200.jsonl"))
-    header, counted = run.trace.header, run.trace.acceptance()
+    header, counted = _recorded()
     gpu = str(header["hardware"]["gpus"][0]["name"])
     found.append(
         Figure(
@@ -248,13 +251,7 @@ def _adaptive(samples: Sequence[Sample], fixed: Sequence[Sample]) -> tuple[Row, 
         if run.p99_ratio is not None:
             value = run.p99_ratio - 1
             tail.append(Figure(value=value, kind="recorded", label=run.label, source=note))
-    table, source = cost_table(_TABLE), card_source()
-    policies = (Adaptive(table.table), Fixed())
-    adaptive, every = (
-        simulate(source, policy, table.table, concurrency=together,
-                 requests=default_requests(together))
-        for policy in policies
-    )  # fmt: skip
+    adaptive, every = _simulated(together)
     how = (
         f"simulation of {together} sequences, not of this plan: costs of GB200, TP8, BF16 by the "
         "roofline and one published step, acceptance of beam-tiny's drafter"
@@ -331,6 +328,25 @@ def _prompts(plan: Plan, samples: Sequence[Sample]) -> Row:
 
 
 # -- what is modelled ----------------------------------------------------------------------------
+
+
+@cache
+def _recorded() -> tuple[dict[str, Any], Acceptance]:
+    """Header and acceptance of the recorded run of an engine."""
+    run = read_probe(str(files("workbench.serving") / "recorded" / "probe-h200.jsonl"))
+    return run.trace.header, run.trace.acceptance()
+
+
+@cache
+def _simulated(together: int) -> tuple[SimulationResult, SimulationResult]:
+    """Adaptive and fixed verification of so many sequences; the same every time, of no plan."""
+    table, source = cost_table(_TABLE), card_source()
+    adaptive, every = (
+        simulate(source, policy, table.table, concurrency=together,
+                 requests=default_requests(together))
+        for policy in (Adaptive(table.table), Fixed())
+    )  # fmt: skip
+    return adaptive, every
 
 
 def _options(plan: Plan) -> dict[str, Any]:

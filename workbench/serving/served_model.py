@@ -9,17 +9,17 @@ server with its client, chat and monitor. Weights are the engine's: what looks i
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.datasheet import SHEETS, GpuSheet, detected
 from workbench.errors import ServingError
-from workbench.model.asked import SizingError
+from workbench.model.asked import SizingError, path
 from workbench.model.config import BeamConfig
 from workbench.model.display import Shown
-from workbench.model.fits import Fit
+from workbench.model.fits import Fit, on_one_line
 from workbench.model.hub import HubModel, fetch, listed_files
 from workbench.model.kv_settings import KVDtype
 from workbench.model.plan import Plan, make_plan
@@ -101,9 +101,16 @@ class ServedBeam(Shown):
         self.name, self.config, self.folder, self.hub, self.fit = name, config, folder, hub, fit
         self.wanted, self.cpu = wanted or Wanted(), cpu
         self.server: Server | None = None
+        self._others: tuple[Plan, ...] | None = None  # takes a while, and is the same every time
         self.plan: Plan | None = None
         self.reason: str | None = None
+        self._nowhere = False  # whether no machine's engine can be told of it
         if cpu:
+            return
+        try:
+            path("checkpoint", self.checkpoint)
+        except SizingError as error:
+            self.reason, self._nowhere = str(error), True
             return
         card, count, self.reason = _gpus(self.wanted)
         if card is None:
@@ -136,7 +143,7 @@ class ServedBeam(Shown):
         return self._launch(self.plan)
 
     def _launch(self, plan: Plan | None) -> Launch:
-        options: dict[str, Any] = {"name": Path(self.name).name or self.name}
+        options: dict[str, Any] = {"name": _last(self.name)}
         if self.hub is not None and self.hub.revision is not None:
             options["extra"] = ("--revision", self.hub.revision)
         if plan is None:  # vLLM's CPU build
@@ -145,7 +152,7 @@ class ServedBeam(Shown):
                 checkpoint=self.checkpoint,
                 cpu=True,
                 context=self.wanted.context,
-                sequences=self.wanted.sequences or _CPU_SEQUENCES,
+                sequences=_or(self.wanted.sequences, _CPU_SEQUENCES),
                 **options,
             )
         if self.wanted.gpu is None and plan is self.plan:  # what torch sees here is on one host
@@ -170,11 +177,7 @@ class ServedBeam(Shown):
         """
         if gpu is not None:
             wanted = {"gpus": None} | wanted | {"gpu": gpu}
-        try:
-            asked = replace(self.wanted, **wanted)
-        except TypeError:
-            known = ", ".join(Wanted.__dataclass_fields__)
-            raise ServingError(f"a plan is made for {known}") from None
+        asked = replace(self.wanted, **_known(wanted))
         return ServedBeam(
             name=self.name,
             config=self.config,
@@ -187,7 +190,11 @@ class ServedBeam(Shown):
 
     def alternatives(self) -> tuple[Plan, ...]:
         """On each GPU of the data sheets the smallest number of them that serves it."""
-        found = []
+        if self._others is None:
+            self._others = tuple(self._smallest())
+        return self._others
+
+    def _smallest(self) -> Iterator[Plan]:
         for card in SHEETS.values():
             for count in _COUNTS:
                 try:
@@ -195,9 +202,8 @@ class ServedBeam(Shown):
                 except SizingError:
                     continue
                 if plan.runs:
-                    found.append(plan)
+                    yield plan
                     break
-        return tuple(found)
 
     def _planned(self, card: GpuSheet, count: int) -> Plan:
         """The plan on ``count`` GPUs, for as many sequences as fit where nobody says how many."""
@@ -207,7 +213,7 @@ class ServedBeam(Shown):
             if w.weights is None
             else precision(w.weights),
             "kv_dtype": w.kv_dtype,
-            "context": w.context or min(self.config.max_position_embeddings, CONTEXT),
+            "context": _or(w.context, min(self.config.max_position_embeddings, CONTEXT)),
             "name": self.name,
             "checkpoint": self.checkpoint,
         }
@@ -252,21 +258,20 @@ class ServedBeam(Shown):
         """
         if self.server is not None and self.server.alive:
             raise ServingError(
-                f"{self.name} is served already at {self.server.address}; stop() it first"
+                f"{self._title} is served already at {self.server.address}; stop() it first"
             )
         launch = self.launch
         elsewhere = self._elsewhere()
         if elsewhere is not None:
             raise ServingError(f"{elsewhere}; run its command there")
-        if "extra" in options:
-            options["extra"] = (*launch.extra, *options["extra"])
-        try:
-            launch = replace(launch, **options)
-        except TypeError:
+        unknown = sorted(set(options) - set(_LAUNCH))
+        if unknown:
             raise ServingError(
-                f"a launch has no {', '.join(sorted(set(options) - set(_LAUNCH)))}; it has "
-                f"{', '.join(_LAUNCH)}"
-            ) from None
+                f"a launch has no {', '.join(unknown):.80}; it has {', '.join(_LAUNCH)}"
+            )
+        if launch.extra and isinstance(options.get("extra"), Sequence):
+            options["extra"] = (*launch.extra, *options["extra"])
+        launch = replace(launch, **options)
         if say is not None:
             say(self._text(launch))
         if self.hub is not None:
@@ -345,7 +350,7 @@ class ServedBeam(Shown):
         if self.server is None or not self.server.alive:
             how = "has ended" if self.server is not None else "is not served yet"
             raise ServingError(
-                f"{self.name} {how}; start it with serve(), or attach() one that runs"
+                f"{self._title} {how}; start it with serve(), or attach() one that runs"
             )
         return self.server
 
@@ -356,7 +361,7 @@ class ServedBeam(Shown):
         """How it can be served, in one sentence with the engine's command."""
         if self.reason is None:
             return f"serve it: {shlex.join(self.launch.words)}"
-        plans = self.alternatives()
+        plans = () if self._nowhere else self.alternatives()
         if not plans:
             return self._refusal()
         launches = [self._launch(plan) for plan in plans]
@@ -370,20 +375,22 @@ class ServedBeam(Shown):
         )
 
     def _refusal(self) -> str:
+        if self._nowhere:
+            return f"{self._title} cannot be served, since {self.reason}"
         plans = self.alternatives()
         would = (
             f"{_listed(plans)} would do: replan(gpu, gpus=…) has the command for there"
             if plans
             else "nor do up to 32 GPUs of any data sheet with this context and these weights"
         )
-        return f"{self.name} cannot be served here, since {self.reason}; {would}"
+        return f"{self._title} cannot be served here, since {self.reason}; {would}"
 
     def __repr__(self) -> str:
         return self._text(None)
 
     def _text(self, launch: Launch | None) -> str:
         """What it is, with the command of ``launch``, its own by default."""
-        lines = [f"ServedBeam({self.name}): its weights are not here but in vLLM, once served"]
+        lines = [f"ServedBeam({self._title}): its weights are not here but in vLLM, once served"]
         if self.fit is not None:
             lines.append(str(self.fit))
         if self.plan is not None:
@@ -402,12 +409,32 @@ class ServedBeam(Shown):
             lines.append(f"nothing runs yet: {here}")
         return "\n".join(lines)
 
+    @property
+    def _title(self) -> str:
+        return on_one_line(self.name)
+
+    def __copy__(self) -> ServedBeam:
+        # Plan and configuration never change, and the server is one however many talk to it.
+        other = object.__new__(ServedBeam)
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ServedBeam:
+        return self.__copy__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ServingError(
+            f"{self._title} is served from this process and cannot be pickled; load it where it "
+            "is wanted, and attach() to its server"
+        )
+
     def __getattr__(self, name: str) -> Any:
         # Reached for what a served model does not have. Python's own look-ups stay what they are.
         if name.startswith("_"):
             raise AttributeError(name)
         raise NoWeightsHereError(
-            f"{self.__dict__.get('name', 'this model')} is served by vLLM and has no {name:.40} "
+            f"{on_one_line(self.__dict__.get('name', 'this model'))} is served by vLLM and has no "
+            f"{on_one_line(name):.80} "
             "here: talk to it with serve() and chat() or client(), or load some of its layers with "
             "load(…, layers=[0, 3])"
         )
@@ -445,9 +472,15 @@ def served_beam(
         folder=folder,
         hub=hub,
         fit=fit,
-        wanted=Wanted(**wanted),
+        wanted=Wanted(**_known(wanted)),
         cpu=cpu,
     )
+
+
+def _known(wanted: dict[str, Any]) -> dict[str, Any]:
+    if not wanted.keys() <= Wanted.__dataclass_fields__.keys():
+        raise ServingError(f"a plan is made for {', '.join(Wanted.__dataclass_fields__)}")
+    return wanted
 
 
 def _gpus(wanted: Wanted) -> tuple[GpuSheet | None, int, str | None]:
@@ -456,14 +489,22 @@ def _gpus(wanted: Wanted) -> tuple[GpuSheet | None, int, str | None]:
 
     if wanted.gpu is not None:
         card = sheet(wanted.gpu) if isinstance(wanted.gpu, str) else wanted.gpu
-        return card, wanted.gpus or 1, None
+        return card, _or(wanted.gpus, 1), None
     here = detected()
     if not here:
         return None, 0, "no GPU that torch can use is in this machine"
     gpu, found = here[0]
     if found is None:
         return None, 0, f"no data sheet values are held for this machine's {gpu.name}"
-    return found, wanted.gpus or len(here), None
+    return found, _or(wanted.gpus, len(here)), None
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _last(name: str) -> str:
+    return Path(name).name or name
 
 
 def _command(launch: Launch) -> str:

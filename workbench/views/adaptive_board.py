@@ -16,6 +16,7 @@ from workbench.model.sampling import Sampling
 from workbench.spec.acceptance import REFIT_STEPS, Estimator
 from workbench.spec.adaptive import Adaptive as AdaptivePolicy
 from workbench.spec.adaptive import Fixed, NoDrafts, Policy
+from workbench.spec.asked import check_pair
 from workbench.spec.cost_table import CostTable
 from workbench.spec.decode import MOST_SLOTS, decode
 from workbench.spec.loop import MOST_DRAFTS
@@ -361,11 +362,7 @@ def adaptive(
         DraftError: a drafter of another target, an unknown policy, or a number out of its range.
         PromptError: there are no prompts.
     """
-    if drafter.target is not beam:
-        raise DraftError(
-            f"{drafter.name} was loaded for another {drafter.target.name}; load it for this model: "
-            "load_drafter(beam, ...)"
-        )
+    check_pair(beam, drafter)
     several = [prompts] if isinstance(prompts, str) else list(prompts)
     if not several:
         raise PromptError("there are no prompts to go on from; give at least one text")

@@ -234,7 +234,9 @@ function render({ model, el }) {
   page.tabIndex = 0;
 
   const prompt = make("textarea", "prompt");
-  Object.assign(prompt, { rows: 2, spellcheck: false,
+  // What it begins with is seen whole, as far as that is a question and no book.
+  const lines = (model.get("prompt") ?? "").split("\n").length;
+  Object.assign(prompt, { rows: Math.max(2, Math.min(10, lines)), spellcheck: false,
                           placeholder: "Message: Enter sends, Shift+Enter begins a line" });
   prompt.setAttribute("aria-label", "Message");
   prompt.title = "Enter sends, Shift+Enter begins a line, Escape stops";

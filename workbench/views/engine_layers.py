@@ -107,13 +107,19 @@ def _heading(text: str) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, least: str = "0") -> str:
     """A table of cells that are HTML already; words of the head are escaped. ``least`` is the
-    least width of a column: a long name elsewhere breaks no short words."""
+    least width of a column: a long name elsewhere breaks no short words. A row's cell beyond those
+    of the head stands beneath the row, as wide as the table, and needs no column."""
     cell = ("padding:4px 14px 4px 0", "text-align:left", "vertical-align:top", f"min-width:{least}")
     top = "".join(box(escape(w), *cell, "font-weight:400", _FAINT, tag="th") for w in head)
     lines = box(top, _PLAIN, tag="tr")
     for row in rows:
-        cells = "".join(box(one, *cell, tag="td") for one in row)
+        cells = "".join(box(one, *cell, tag="td") for one in row[: len(head)])
         lines += box(cells, _PLAIN, f"border-top:1px solid {theme.LINE}", tag="tr")
+        for beneath in filter(None, row[len(head) :]):
+            style = escape(";".join(("padding:0 14px 6px 0", "text-align:left")))
+            lines += box(
+                f'<td colspan="{len(head)}" style="{style}">{beneath}</td>', _PLAIN, tag="tr"
+            )
     table = box(
         lines, "border-collapse:collapse", "margin:0", f"font-size:{theme.TEXT}px",
         "overflow-wrap:anywhere", tag="table",
@@ -151,7 +157,7 @@ def _layers(value: EngineLayers, model: str) -> str:
         cells = [
             f"{dot} {escape(_numbers(layers))}"
             + box(escape(f"{first.attention or 'not built'} · {_plural(len(layers), 'layer')}"),
-                  _FAINT)
+                  _FAINT, "white-space:nowrap")
         ]  # fmt: skip
         fields = {one.name: one for one in first.fields}
         for _, wanted in _COLUMNS:
@@ -166,10 +172,7 @@ def _layers(value: EngineLayers, model: str) -> str:
             cells.append("<br>".join(lines))
         cells.append(_rest(first))
         rows.append(cells)
-    head = ["layers", *(name for name, _ in _COLUMNS), "weights and kernels"]
-    if not any(cells[-1] for cells in rows):  # an engine that says nothing of them
-        head, rows = head[:-1], [cells[:-1] for cells in rows]
-    return _table(head, rows, least="7.5em")
+    return _table(["layers", *(name for name, _ in _COLUMNS)], rows, least="8.4em")
 
 
 def _every_field(value: EngineLayers, model: str) -> str:
@@ -189,17 +192,18 @@ def _every_field(value: EngineLayers, model: str) -> str:
 
 
 def _rest(layer: EngineLayer) -> str:
-    """Bytes of the weights, the kernels that are switched on, and what else differs."""
+    """Bytes of the weights, the kernels that are switched on, and what else differs: HTML of one
+    line, or of as many as the page's width makes of it."""
     lines = []
     for one in layer.fields:
         if one.name == "weight bytes" and one.found is not None:
             size = gib(one.found) if isinstance(one.found, int) else value_text(one.found)
             lines.append(_marked(one, f"{size} of weights"))
         elif one.found is True and one.agrees and one.name not in _SHOWN:
-            lines.append(box(escape(one.name), f"font-family:{theme.MONO}", _FAINT))
+            lines.append(box(escape(one.name), f"font-family:{theme.MONO}", _FAINT, tag="span"))
         elif not one.agrees and one.name not in _SHOWN:
             lines.append(_marked(one, f"{one.name}: {value_text(one.found)}"))
-    return "<br>".join(lines)
+    return " · ".join(lines)
 
 
 def _differences(value: EngineLayers) -> str:

@@ -29,7 +29,7 @@ _SIGNS: Mapping[Verdict, tuple[str, str]] = {
     "differs": ("✗", _RED),
 }
 _COLORS = {"full": theme.FULL, "sliding": theme.SLIDING, "": theme.NEUTRAL}
-_BAR = 120  # px of the largest error
+_BAR = 80  # px of the largest error
 _MOST_FLIPS = 12
 
 
@@ -55,8 +55,8 @@ def layer_parity(value: LayerParity | Mapping[str, Any], *, source: str = "measu
     body += "".join(_line(line) for line in (_how(value), *value.notes))
     return View(
         html=page(
-            f"{value.model} on vLLM {value.engine.get('version') or 'of unknown version'} "
-            "against PyTorch",
+            f"vLLM {value.engine.get('version') or 'of unknown version'} against PyTorch: "
+            f"{value.model}",
             _whence(value, source),
             box(body, "max-width:1000px"),
             legend=((_COLORS["sliding"], "sliding"), (_COLORS["full"], "full attention"),
@@ -101,9 +101,10 @@ def _how(value: LayerParity) -> str:
         else "what float32 explains"
     )
     return (
-        "Each layer got the engine's own input. Errors are of what the layer adds to the stream, "
-        f"against our float32 run; it agrees up to {limit}. Tokens whose experts were exchanged "
-        "are apart."
+        "Each layer got the engine's own input. Errors are relative: of what the layer adds to the "
+        f"stream, against our float32 run; it agrees up to {limit}. Tokens whose experts were "
+        "exchanged "
+        "are counted apart."
     )
 
 
@@ -116,13 +117,21 @@ def _heading(text: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are HTML already; words of the head are escaped."""
+    """A table of cells that are HTML already; words of the head are escaped. A row's cell beyond
+    those of the head stands beneath the row, as wide as the table, and needs no column."""
     cell = ("padding:4px 14px 4px 0", "text-align:left", "vertical-align:top")
     top = "".join(box(escape(w), *cell, "font-weight:400", _FAINT, tag="th") for w in head)
     lines = box(top, _PLAIN, tag="tr")
     for row in rows:
-        cells = "".join(box(one, *cell, tag="td") for one in row)
+        cells = "".join(box(one, *cell, tag="td") for one in row[: len(head)])
         lines += box(cells, _PLAIN, f"border-top:1px solid {theme.LINE}", tag="tr")
+        for beneath in filter(None, row[len(head) :]):
+            beneath_style = escape(";".join(("padding:0 14px 6px 0", "text-align:left", _FAINT)))
+            lines += box(
+                f'<td colspan="{len(head)}" style="{beneath_style}">{beneath}</td>',
+                _PLAIN,
+                tag="tr",
+            )
     style = ("border-collapse:collapse", "margin:0", f"font-size:{theme.TEXT}px")
     return box(box(lines, *style, tag="table"), "overflow-x:auto")
 
@@ -159,24 +168,35 @@ def _layers(value: LayerParity) -> str:
         sign, color = _SIGNS[each.verdict]
         whose = _COLORS[each.attention]
         kinds = " · ".join(word for word in (each.attention, each.mlp) if word)
-        ratio = "–" if each.ratio is None else f"{each.ratio:.3g} ×"
         bars = _bar(_mean(each.engine), most, whose)
         bars += _bar(_mean(each.yardstick), most, theme.NEUTRAL)
         name = box("●", f"color:{whose}", tag="span") + f" {escape(each.name)}"
         rows.append((
-            name + box(escape(kinds or "final norm and logits"), _FAINT),
+            _whole(name + box(escape(kinds or "final norm, logits"), _FAINT)),
+            _whole(box(escape(f"{sign} {each.verdict}"), f"color:{color}", "font-weight:700")),
             bars,
             _whole(escape(_number(_mean(each.engine)))
                    + box(escape(f"ours {_number(_mean(each.yardstick))}"), _FAINT)),
-            _whole(escape(ratio)),
+            _whole(escape(_ratio(each))),
             _whole(escape(_worst(each))),
-            escape(_experts(each, value.tokens)),
-            _whole(escape("–" if each.rank_gap is None else "same bits" if not each.rank_gap
-                          else f"{each.rank_gap:.1e} apart")),
-            _whole(box(escape(f"{sign} {each.verdict}"), f"color:{color}", "font-weight:700")),
+            escape(_beneath(each, value.tokens)),
         ))  # fmt: skip
-    head = ("layer", "mean error", "", "of ours", "worst token", "experts", "ranks", "verdict")
-    return _table(head, rows)
+    return _table(("layer", "verdict", "mean error", "", "of ours", "worst token"), rows)
+
+
+def _ratio(each: LayerFigures) -> str:
+    if each.ratio is None:
+        return "–"
+    return f"{each.ratio:.2f} ×" if each.ratio < 10 else f"{each.ratio:,.3g} ×"
+
+
+def _beneath(each: LayerFigures, tokens: int) -> str:
+    """What is told of some layers only: their experts, and whether their ranks agree."""
+    told = [] if each.router is None else [f"experts {_experts(each, tokens)}"]
+    if each.rank_gap is not None:
+        apart = f"{each.rank_gap:.1e} apart" if each.rank_gap else "have the same bits"
+        told.append(f"ranks {apart}")
+    return " · ".join(told)
 
 
 def _worst(each: LayerFigures) -> str:
@@ -187,12 +207,10 @@ def _worst(each: LayerFigures) -> str:
 
 def _experts(each: LayerFigures, tokens: int) -> str:
     router = each.router
-    if router is None:
-        return "–"
-    if router.source == "none":
+    if router is None or router.source == "none":
         return "not seen"
     if not router.flipped:
-        return "same for every token"
+        return "the same for every token"
     return (
         f"exchanged in {router.flipped:,} of {tokens:,} tokens (ours {router.flipped_ours:,}), at "
         f"most {router.widest:.1e} apart"
@@ -230,13 +248,19 @@ def _flips(value: LayerParity) -> str:
     ]
     head = ("layer", "token", "experts, ours → the engine's", "scores apart", "error of the token")
     count = sum(each.router.flipped for each in value.layers if each.router)
-    title = f"Exchanged experts, the widest of {plural(count, 'token')}"
-    return _heading(title) + _table(head, rows)
+    widest = f"the {len(rows)} widest of {count:,}" if len(rows) < count else plural(count, "token")
+    summary = box(
+        escape(f"Tokens with exchanged experts: {widest}"), "cursor:pointer", tag="summary"
+    )
+    return box(
+        summary + _table(head, rows), "margin:8px 0 4px", f"font-size:{theme.TEXT}px", tag="details"
+    )
 
 
 def _text(value: LayerParity, verdict: str, source: str) -> str:
     lines = [
-        f"{value.model} on vLLM {value.engine.get('version')}, layer by layer: {verdict}",
+        f"vLLM {value.engine.get('version') or 'of unknown version'} against PyTorch, layer by "
+        f"layer, {value.model}: {verdict}",
         _whence(value, source),
     ]
     for each in value.layers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+from itertools import groupby
 from textwrap import wrap
 
 from workbench.model.reference_figures import ANNOUNCED
@@ -32,6 +33,9 @@ _HEADS: Mapping[Kind, str] = {
 _UNITS: Mapping[Unit, str] = {
     "ms": " ms", "tokens/s": " tokens/s", "tokens a step": "", "change": " %",
 }  # fmt: skip
+_CELL = ("padding:3px 14px 3px 0", "text-align:left", "vertical-align:top")
+# Of the four columns, in %; the last says nothing but why, where nothing was measured.
+_MEASURED, _UNMEASURED = (25, 25, 25, 25), (29, 25, 29, 17)
 _TEXT_WIDTH = 116  # characters of a line
 
 
@@ -49,13 +53,15 @@ def beside_published(value: PublishedBeside) -> View:
         f"announcement: {ANNOUNCED} · modelled: {value.plan}, data sheet rates, so reality is "
         f"slower · {measured}"
     )
+    widths = _MEASURED if value.seconds else _UNMEASURED
     head = "".join(
-        box(_sign(kind) + escape(_HEADS[kind]), *_cell(), "font-weight:600", tag="th")
-        for kind in KINDS
-    )
+        box(_sign(kind) + escape(_HEADS[kind]), *_CELL, f"width:{width}%", "font-weight:600",
+            tag="th")
+        for kind, width in zip(KINDS, widths, strict=True)
+    )  # fmt: skip
     rows = box(head, _PLAIN, tag="tr") + "".join(map(_block, value.rows))
     table = box(
-        rows, "border-collapse:collapse", "table-layout:fixed", "width:100%", "min-width:560px",
+        rows, "border-collapse:collapse", "table-layout:fixed", "width:100%", "min-width:500px",
         "margin:0", f"font-size:{theme.TEXT}px", "overflow-wrap:break-word", tag="table",
     )  # fmt: skip
     return View(
@@ -66,10 +72,6 @@ def beside_published(value: PublishedBeside) -> View:
         ),
         text="\n".join([subtitle, *(line for row in value.rows for line in _lines(row))]),
     )
-
-
-def _cell() -> tuple[str, ...]:
-    return ("padding:3px 14px 3px 0", "text-align:left", "vertical-align:top", "width:25%")
 
 
 def _sign(kind: Kind) -> str:
@@ -86,7 +88,7 @@ def _block(row: Row) -> str:
         f'<td colspan="{len(KINDS)}" style="padding:8px 0 0;text-align:left;'
         f'border-top:1px solid {theme.LINE}">{name}</td>'
     )
-    cells = "".join(box(_figures(row, kind), *_cell(), tag="td") for kind in KINDS)
+    cells = "".join(box(_figures(row, kind), *_CELL, tag="td") for kind in KINDS)
     return box(title, _PLAIN, tag="tr") + box(cells, _PLAIN, tag="tr")
 
 
@@ -94,17 +96,21 @@ def _figures(row: Row, kind: Kind) -> str:
     found = row.of(kind)
     if not found:
         return box(escape(row.missing.get(kind, "–")), _FAINT)
-    return "".join(
-        box(
-            _sign(kind)
-            + box(escape(number(one, row.unit)), "font-weight:600", "white-space:nowrap",
-                  "font-variant-numeric:tabular-nums", tag="span")
-            + (box(escape(f" {one.label}"), tag="span") if one.label else "")
-            + box(escape(_source(one)), _FAINT, f"font-size:{theme.SMALL}px"),
-            "margin-bottom:5px",
-        )
-        for one in found
-    )  # fmt: skip
+    shown = ""  # figures of one source stand together over it
+    for source, group in groupby(found, _source):
+        lines = "".join(
+            box(
+                # Not unbreakable: in a narrow cell the unit goes to the next line, no sign alone.
+                _sign(kind)
+                + box(escape(number(one, row.unit)), "font-weight:600",
+                      "font-variant-numeric:tabular-nums", tag="span")
+                + (box(escape(f" {one.label}"), tag="span") if one.label else "")
+            )
+            for one in group
+        )  # fmt: skip
+        told = box(escape(source), _FAINT, f"font-size:{theme.SMALL}px")
+        shown += box(lines + told, "margin-bottom:5px")
+    return shown
 
 
 def _source(one: Figure) -> str:
@@ -122,13 +128,17 @@ def number(one: Figure, unit: Unit) -> str:
 
 
 def _lines(row: Row) -> list[str]:
-    """The same as text: a line for each figure."""
+    """The same as text: a line for each figure, its source once."""
     lines = ["", row.name + (f" ({row.remark})" if row.remark else "")]
     for kind in KINDS:
+        before = ""
         for one in row.of(kind):
+            source = _source(one)
             label = f"{one.label}; " if one.label else ""
             told = f"  {_SIGNS[kind][0]} {kind:<13} {number(one, row.unit):>16}  "
-            words = wrap(f"{label}{_source(one)}", _TEXT_WIDTH - len(told))
+            same = bool(label) and source == before
+            words = wrap(f"{label}{'as above' if same else source}", _TEXT_WIDTH - len(told))
+            before = source
             lines += [told + words[0], *(" " * len(told) + more for more in words[1:])]
         if kind in row.missing:
             lines.append(f"    {row.missing[kind]}")

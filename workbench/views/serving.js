@@ -280,7 +280,13 @@ function renderServing({ model, el }) {
     tiles.replaceChildren(...message.tiles.map(([label, value, words]) => {
       const tile = make("div", "tile");
       tile.append(make("div", "small", label), make("div", "value", value));
-      tile.append(make("div", "small", words));
+      const told = make("div", "small");
+      // A line of a narrow tile ends between two facts, not within "n = 1".
+      words.split(" · ").forEach((word, number) => {
+        if (number) told.append(" · ");
+        told.append(make("span", "fact", word));
+      });
+      tile.append(told);
       tile.dataset.label = label;
       tile.title = WORDS[label] ?? "";
       return tile;

@@ -140,8 +140,11 @@ class Serving(Dashboard):
 
     @property
     def text(self) -> str:
-        """The counts so far."""
-        return f"{self._name}: {counts_words(self.samples)}"
+        """The counts so far; of a recording that is not replayed yet those of all of it."""
+        samples = self.samples
+        if self.monitor is None and isinstance(self._owner, Recording):
+            samples = list(self._owner.samples)
+        return f"{self._name}: {counts_words(samples)}"
 
     # -- beneath ----------------------------------------------------------------------------------
 
@@ -206,6 +209,8 @@ class Serving(Dashboard):
                 self._refused = str(error)
         with self._page:
             self._said, self._next = (), 0.0
+            if self._paused and self.monitor is not None:  # a page that is held says so, too
+                self._update(self.monitor)
 
     def _show(self, feed: _Feed, ended: bool) -> None:
         with self._page:
@@ -220,9 +225,9 @@ class Serving(Dashboard):
                 took = time.monotonic() - now
                 self._next = now + max(1 / HERTZ, took / _SHARE)
             if ended:
-                self.widget.state = "ended"
                 self.widget.trouble = feed.error is not None
                 self.widget.status = self._end(feed)
+                self.widget.state = "ended"  # last: whoever waits for it finds the rest
 
     def _state(self, source: Source) -> tuple[Any, ...]:
         if isinstance(source, Monitor):
@@ -274,11 +279,17 @@ class Serving(Dashboard):
         origin = _origin(feed.source, live=False)
         return f"{origin} · {words} · {'end of the recording' if over else 'stopped'}"
 
+    def _what(self) -> str:
+        if isinstance(self._owner, Recording):
+            return "The recording of a serving engine is replayed"
+        return "A serving engine is watched"
+
     def _static_html(self) -> str:
         return (
             f'<div style="font-family:{theme.SANS};font-size:{theme.TEXT}px;opacity:.75">'
-            f"A serving engine is watched here when the notebook runs: <pre>{escape(self.text)}"
-            "</pre></div>"
+            f"{self._what()} here when the notebook runs:"
+            f'<div style="font-family:{theme.MONO};overflow-wrap:anywhere">{escape(self.text)}'
+            "</div></div>"
         )
 
 

@@ -6,15 +6,18 @@ figure says where they are from: ``source`` is that of the monitor or of the rec
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from html import unescape
 from itertools import accumulate
+from typing import Any
 
 from workbench.serving.monitor.intervals import pooled, rate, runs
 from workbench.serving.monitor.sample import PER_SCHEDULED, TIMES, Sample
 from workbench.serving.monitor.spread import Percentile, Spread, duration
 from workbench.terminal import printable
 from workbench.views import spec_marks, theme
-from workbench.views.adaptive_figure import figure
+from workbench.views.adaptive_figure import LINE, figure
 from workbench.views.numbers import plural
 from workbench.views.serving_panels import Line, Panel, over_time
 from workbench.views.spec_curves import UNDEFINED, acceptance_curves
@@ -98,7 +101,26 @@ def serving_acceptance(
         words += f" · {short} not" if nearly else f" · {mean:.1f} of {slots} slots"
         words += " scheduled, so conditionals are lower bounds"
     view = acceptance_curves(acceptance, source=f"{_origin(source, engine)} · {words}")
+    _narrow(view.figure)
     return View(figure=view.figure, text=f"{view.text}\n{words}")
+
+
+def _narrow(fig: Any) -> None:
+    """Title and subtitle of one of the local decoder's figures in lines for a narrow page."""
+    layout = fig.layout
+    title, subtitle = (
+        unescape(re.sub(r"<[^>]+>", "", text.replace("<br>", " ")))
+        for text in (layout.title.text, layout.title.subtitle.text)
+    )
+    rows = layout.title.subtitle.text.count("<br>")  # beyond the first: its height has them
+    margin = layout.margin.to_plotly_json()
+    margin["t"] -= LINE * rows
+    head = figure(
+        title, subtitle, height=layout.height - LINE * rows, legend_under_title=True, margin=margin
+    ).layout
+    fig.update_layout(
+        title=head.title, height=head.height, margin=head.margin, legend_y=head.legend.y
+    )
 
 
 def serving_latency(
@@ -156,10 +178,11 @@ def serving_load(
         Panel(title="KV cache in use", unit="share", form=".1%", tick=".0%",
               nothing="the engine does not say",
               lines=(Line(name="KV cache", value=lambda s: s.kv_usage, color=CACHE),)),
-        Panel(title="requests", unit="requests", nothing="the engine does not say",
+        Panel(title="requests", unit="requests", nothing="the engine does not say", whole=True,
               lines=(Line(name="running", value=lambda s: s.running, color=RUNNING),
                      Line(name="waiting", value=lambda s: s.waiting, color=WAITING, dash="dash"))),
         Panel(title="preemptions so far", unit="requests", nothing="the engine does not say",
+              whole=True,
               lines=(Line(name="preempted", color=PREEMPTED, dash="dot",
                           value=lambda s: so_far[id(s)] if counted else None),)),
     )  # fmt: skip
@@ -185,6 +208,11 @@ def spread_words(spread: Spread | None) -> str:
         return "nothing came"
     mean = "" if spread.mean is None else f", mean {duration(spread.mean)}"
     return f"p50 {middle}, p99 {tail}{mean} (n = {spread.count:,})"
+
+
+def speed_number(value: float) -> str:
+    """Tokens a second with the digits that stand still; the same in figures and in the page."""
+    return format(value, ",.1f" if value < 100 else ",.0f")
 
 
 def place_words(spread: Spread, share: float) -> str:
@@ -240,7 +268,7 @@ def _place(sample: Sample, name: str, share: float, *, beyond: bool = False) -> 
 
 def _speed(samples: Sequence[Sample]) -> str:
     speed = rate(samples, "generation_tokens")
-    return "no rate is known" if speed is None else f"{speed:,.1f} tokens/s"
+    return "no rate is known" if speed is None else f"{speed_number(speed)} tokens/s"
 
 
 def _load(samples: Sequence[Sample]) -> str:
@@ -261,6 +289,10 @@ def _subtitle(source: str, samples: Sequence[Sample], engine: str | None, words:
     missed = sum(sample.missed for sample in samples)
     told = f" · restarted {plural(anew, 'time')}" if anew else ""
     told += f" · {plural(missed, 'page')} did not come" if missed else ""
+    # No line ends between a figure's name, the figure and its unit.
+    words = re.sub(
+        r"n = |(p\d\d|mean) ([<>] )?[\d,.]+ \w+", lambda m: m[0].replace(" ", "\u00a0"), words
+    )
     return f"{_origin(source, engine)} · {words}{told}"
 
 

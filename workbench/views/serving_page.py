@@ -16,7 +16,7 @@ from workbench.spec.metrics import Acceptance, Curve
 from workbench.terminal import printable
 from workbench.views import serving_figures, spec_marks, theme
 from workbench.views.numbers import plural
-from workbench.views.serving_figures import drawn_place, of_engine, place_words
+from workbench.views.serving_figures import drawn_place, of_engine, place_words, speed_number
 
 _HERE = Path(__file__).parent
 _EXPORT = "export default { render };"
@@ -175,7 +175,7 @@ def _tiles(some: Sequence[Sample], whole: Sample) -> list[list[str]]:
 
 def _speed(value: float | None) -> str:
     """Tokens a second, with the digits that stand still."""
-    return _number(value, ",.1f" if value is None or value < 100 else ",.0f")
+    return "–" if value is None else speed_number(value)
 
 
 def _tail(spread: Spread) -> str:

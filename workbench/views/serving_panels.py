@@ -15,6 +15,7 @@ from workbench.views.adaptive_figure import HEADING, figure
 
 Runs = Sequence[Sequence[Sample]]
 _TOP, _PANEL, _GAP, _FOOT = 94, 120, 42, 52  # px
+_FEW = 4  # up to which every count has its tick
 _MARKED = 60  # points up to which each has a mark
 
 
@@ -33,7 +34,7 @@ class Panel:
     """Lines with one unit; ``nothing`` is said where none has a value.
 
     ``form`` is a number's format in hovers, as d3 writes it, with its unit. ``log`` is for values
-    of several orders, all above 0.
+    of several orders, all above 0; ``whole`` for counts, whose axis has no halves.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Panel:
     tick: str = ""
     from_zero: bool = True
     log: bool = False
+    whole: bool = False
 
 
 def over_time(title: str, subtitle: str, runs: Runs, panels: Sequence[Panel]) -> go.Figure:
@@ -88,6 +90,10 @@ def over_time(title: str, subtitle: str, runs: Runs, panels: Sequence[Panel]) ->
         if not drawn:
             _say(fig, axis, panel.nothing)
     fig.update_layout(_axes(panels, inner, float(times[-1])))
+    for n, panel in enumerate(panels):
+        known = [v for p in points for line in panel.lines if (v := line.value(p)) is not None]
+        if panel.whole and max(known, default=0.0) < _FEW:
+            fig.update_layout({f"yaxis{n + 1 if n else ''}": {"dtick": 1}})
     for n, panel in enumerate(panels, 1):
         theme.panel_title(fig, n, panel.title)
     return fig

@@ -14,16 +14,16 @@ layers add little to a large stream; relative to the stream a wrong one would lo
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import ServingError
 from workbench.model.asked import shown
-from workbench.model.config import BeamConfig
+from workbench.model.config import BeamConfig, is_number
 from workbench.model.presets import resolve
 from workbench.serving.layers.parity_asking import (
     KeptStreams,
@@ -55,6 +55,7 @@ __all__ = [
 ]
 
 FACTOR = 2.0
+_MOST_FACTOR = 1_000_000
 _NOT_SHOWN = ("schema", "error", "here", "rank")  # of what the first worker says of itself
 
 
@@ -101,14 +102,21 @@ def layer_parity(
     resolved = resolve(checkpoint)
     config, say = resolved.config, progress or (lambda _: None)
     numbers = _numbers(layers, config)
-    if not factor >= 1 or math.isinf(factor):
-        raise ServingError(f"factor must be a number from 1, not {shown(factor)}")
+    if not is_number(factor) or not 1 <= factor <= _MOST_FACTOR:
+        raise ServingError(
+            f"factor must be a number from 1 to {_MOST_FACTOR:,}, not {shown(factor)}"
+        )
+    if resolved.folder is None:
+        raise ServingError(
+            f"{resolved.name} is known by its shape only; give the checkpoint that the engine "
+            "serves"
+        )
     ranks = ask(llm, "about")
     about = ranks[0]
     check_engine(ranks, config, resolved.name)
     ids = prompt_ids(prompt_token_ids, config, about)
     dtype = str(about.get("dtype"))
-    reference = Reference(resolved.folder or resolved.name, device, dtype)
+    reference = Reference(resolved.folder, device, dtype)
     limits = Limits(factor=float(factor), precise=dtype == "float32")
     watched = sorted({*numbers, config.num_hidden_layers - 1} if head else numbers)
     figures: list[LayerFigures] = []
@@ -121,8 +129,11 @@ def layer_parity(
         comparison = Comparison(config=config, kept=kept, reference=reference, limits=limits)
         for layer in numbers:
             figures += comparison.compare(layer, say, head=head and layer == numbers[-1])
-    finally:
-        ask(llm, "stop")
+    except BaseException:
+        with suppress(ServingError):  # an engine that died says so here a second time
+            ask(llm, "stop")
+        raise
+    ask(llm, "stop")
     return LayerParity(
         model=resolved.name.rstrip("/").rpartition("/")[2],  # a path says more of a machine
         engine={name: value for name, value in about.items() if name not in _NOT_SHOWN},

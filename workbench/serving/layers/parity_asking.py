@@ -7,9 +7,11 @@ after the prompt, in one sentence that says what to do.
 from __future__ import annotations
 
 import importlib
+import operator
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import ServingError
@@ -27,6 +29,7 @@ _HOW = (
     f'start it as vllm.LLM(model, worker_extension_cls="{EXTENSION}", enforce_eager=True), with '
     "the workbench on the workers' PYTHONPATH"
 )
+_MOST_TOKENS = 1 << 22  # of a prompt that is looked at
 _SEED = 20260101  # of a prompt that nobody gave
 
 
@@ -43,10 +46,11 @@ def ask(llm: Any, action: str, *given: Any) -> list[Answer]:
             + _HOW
         )
     try:
-        answers = call(METHOD, args=(action, *given))
+        answers = list(call(METHOD, args=(action, *given)))
     except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ServingError(f"the engine's workers cannot be asked ({said}); {_HOW}") from error
+        raise ServingError(
+            f"the engine's workers cannot be asked ({_said(error)}); {_HOW}"
+        ) from error
     rows: list[Answer] = [dict(answer) for answer in answers if isinstance(answer, Mapping)]
     if not rows or len(rows) != len(answers) or any(r.get("schema") != SCHEMA for r in rows):
         raise ServingError(
@@ -54,8 +58,20 @@ def ask(llm: Any, action: str, *given: Any) -> list[Answer]:
         )
     for row in rows:
         if row.get("error"):
-            raise ServingError(f"rank {row.get('rank')} of the engine: {row['error']}")
+            raise ServingError(
+                f"rank {_line(row.get('rank'))} of the engine: {_line(row['error'])}"
+            )
     return rows
+
+
+def _line(text: Any) -> str:
+    """What the engine says, on one line."""
+    words = " ".join(str(text).split())[:600]
+    return words if words.isprintable() else ascii(words)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_line(error)[:200]}"
 
 
 def check_engine(about: Sequence[Answer], config: BeamConfig, name: str) -> None:
@@ -69,11 +85,12 @@ def check_engine(about: Sequence[Answer], config: BeamConfig, name: str) -> None
             "the engine runs captured graphs or compiled code, which no hook sees; start it with "
             "enforce_eager=True"
         )
-    if about[0].get("layers") != config.num_hidden_layers:
-        raise ServingError(
-            f"the engine's model has {about[0].get('layers')} layers and {name} "
-            f"{config.num_hidden_layers}; give the checkpoint that the engine serves"
-        )
+    for row in about:
+        if row.get("layers") != config.num_hidden_layers:
+            raise ServingError(
+                f"the engine's model has {_line(row.get('layers'))} layers and {name} "
+                f"{config.num_hidden_layers}; give the checkpoint that the engine serves"
+            )
 
 
 def prompt_ids(given: Sequence[int] | None, config: BeamConfig, about: Answer) -> list[int]:
@@ -87,12 +104,19 @@ def prompt_ids(given: Sequence[int] | None, config: BeamConfig, about: Answer) -
     limits = [n for n in (about.get("max_tokens"), config.max_position_embeddings - 1) if is_int(n)]
     length = about.get("max_model_len")
     most = min([*limits, length - 1] if is_int(length) else limits)
+    if most < 1:
+        raise ServingError(
+            f"the engine takes {most} tokens of a prompt in one piece; raise "
+            "max_num_batched_tokens and max_model_len"
+        )
     if given is None:
         draw = random.Random(_SEED)
         wanted = min(2 * config.sliding_window + 17, most)
         return [draw.randrange(config.vocab_size) for _ in range(wanted)]
-    ids = list(given)
-    if not all(is_int(i) and 0 <= i < config.vocab_size for i in ids) or not ids:
+    listed = isinstance(given, Iterable) and not isinstance(given, str | bytes)
+    # One more than it can be: what is iterated need not have an end.
+    ids = [_index(i) for i in islice(given, _MOST_TOKENS)] if listed else []
+    if not all(0 <= i < config.vocab_size for i in ids) or not ids:
         raise ServingError(
             f"prompt_token_ids takes token ids from 0 to {config.vocab_size - 1}, at least one"
         )
@@ -104,14 +128,45 @@ def prompt_ids(given: Sequence[int] | None, config: BeamConfig, about: Answer) -
     return ids
 
 
+def _index(value: Any) -> int:
+    """A whole number, numpy's and torch's too; -1, which is no id, for what is none."""
+    try:
+        return -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return -1
+
+
 def compute(llm: Any, ids: list[int]) -> None:
-    """Let the engine prefill the prompt and generate one token."""
-    vllm = importlib.import_module("vllm")
-    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-    reset = getattr(llm, "reset_prefix_cache", None)
-    if reset is not None:
-        reset()  # a prefix that is cached would not be computed
-    llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+    """Let the engine prefill the prompt and generate one token.
+
+    Raises:
+        ServingError: it failed at that.
+    """
+    try:
+        vllm = importlib.import_module("vllm")
+        sampling = vllm.SamplingParams(
+            temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False
+        )
+        reset = getattr(llm, "reset_prefix_cache", None)
+        if reset is not None:
+            reset()  # a prefix that is cached would not be computed
+        llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+    except Exception as error:
+        raise ServingError(
+            f"the engine failed while it computed the prompt ({_said(error)}); start it anew"
+        ) from error
+
+
+def _understood(row: Answer) -> bool:
+    """Whether an answer to ``seen`` is one of this version."""
+    kept = row.get("kept")
+    return (
+        isinstance(row.get("errors"), list)
+        and isinstance(row.get("passes"), list)
+        and isinstance(kept, Mapping)
+        and all(isinstance(each, Mapping) for each in kept.values())
+        and "rank" in row
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,10 +188,14 @@ class KeptStreams:
         Raises:
             ServingError: a hook failed or was never called, or the prompt was split.
         """
+        if not all(map(_understood, self.seen)):
+            raise ServingError(
+                "the engine's workers have a workbench of another version; give them ours"
+            )
         for row in self.seen:
             if row["errors"]:
                 raise ServingError(
-                    f"a hook failed in rank {row['rank']} of the engine: {row['errors'][0]}"
+                    f"a hook failed in rank {row['rank']} of the engine: {_line(row['errors'][0])}"
                 )
         missing = [layer for layer in layers if self.owner(layer) is None]
         if not missing:
@@ -182,5 +241,11 @@ class KeptStreams:
         owner = self.owner(layer) if rank is None else rank
         for row in ask(self.llm, "take", layer, owner):
             if row.get("tensors"):
-                return {name: unpacked(one) for name, one in row["tensors"].items()}
+                try:
+                    return {name: unpacked(one) for name, one in row["tensors"].items()}
+                except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                    raise ServingError(
+                        f"what rank {owner} of the engine kept of layer {layer} cannot be read "
+                        f"({_said(error)}); ask again"
+                    ) from error
         raise ServingError(f"rank {owner} of the engine no longer has layer {layer}; ask again")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workbench.errors import ServingError
 from workbench.kernels.reference import route, softcap
 from workbench.model.config import BeamConfig
 from workbench.serving.layers.parity_asking import KeptStreams
@@ -38,11 +39,11 @@ class Comparison:
         Any part of a model has the head, so it is run with the layer. ``say`` is told in words
         what is run.
         """
-        taken = self.kept.tensors(layer)
+        taken = self._taken(layer)
         last = logits = None
         if head and self.kept.owner(HEAD) is not None:
-            last = self.kept.tensors(self.config.num_hidden_layers - 1)["after"][-1:]
-            logits = self.kept.tensors(HEAD)["logits"][-1:]
+            last = self._taken(self.config.num_hidden_layers - 1)["after"][-1:]
+            logits = self._taken(HEAD)["logits"][-1:]
         exact, ours = self.reference.runs(layer, taken["before"], last, say)
         found = [self._layer(layer, taken, exact, ours)]
         if logits is not None and exact.logits is not None and ours.logits is not None:
@@ -117,9 +118,56 @@ class Comparison:
         widest = 0.0
         for rank, digest in others:
             if digest != first:
-                other = self._here(self.kept.tensors(layer, rank)["after"])
+                other = self._here(self._taken(layer, rank)["after"])
                 widest = max(widest, float(token_errors(other - after, added).max()))
         return widest
 
+    def _taken(self, layer: int, rank: int | None = None) -> dict[str, Tensor]:
+        """What a rank kept of a layer, of the shapes that ours have.
+
+        An engine may split what goes into its MLPs over the ranks, and number copies of experts:
+        that is as if it had not been seen.
+
+        Raises:
+            ServingError: the streams or the logits have other shapes.
+        """
+        c, found = self.config, self.kept.tensors(layer, rank)
+        if layer == HEAD:
+            _need(found, "logits", (None, c.vocab_size), "output of the head")
+            return found
+        _need(found, "before", (None, c.hidden_size), f"stream before layer {layer}")
+        tokens = len(found["before"])
+        streams = (tokens, c.hidden_size)
+        _need(found, "after", streams, f"stream after layer {layer}")
+        ids = found.get("ids")
+        known = {
+            "mlp": _is_shaped(found.get("mlp"), streams),
+            "logits": _is_shaped(found.get("logits"), (tokens, c.num_experts)),
+            "ids": ids is not None
+            and tuple(ids.shape) == (tokens, c.num_experts_per_tok)
+            and bool(((ids >= 0) & (ids < c.num_experts)).all()),
+        }
+        return {name: tensor for name, tensor in found.items() if known.get(name, True)}
+
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.reference.device).double()
+
+
+def _is_shaped(tensor: Tensor | None, shape: tuple[int | None, int]) -> bool:
+    """Whether it is of numbers and of that shape, with at least one row."""
+    return (
+        tensor is not None
+        and tensor.is_floating_point()
+        and tensor.dim() == 2
+        and len(tensor) > 0
+        and all(want in (None, have) for want, have in zip(shape, tensor.shape, strict=True))
+    )
+
+
+def _need(found: Mapping[str, Tensor], name: str, shape: tuple[int | None, int], what: str) -> None:
+    if not _is_shaped(found.get(name), shape):
+        kept = f"in the shape {list(found[name].shape)}" if name in found else "not at all"
+        raise ServingError(
+            f"the engine's {what} was kept {kept}, which is not the whole of it: such an "
+            "engine or layout cannot be compared"
+        )

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from workbench.errors import ServingError
-from workbench.model.asked import shown
 from workbench.model.display import Shown
+from workbench.serving.layers.parity_reading import UnreadableError, read_value
 
 SCHEMA = "workbench-layer-parity/1"
 
@@ -20,6 +20,10 @@ VERDICTS: tuple[Verdict, ...] = ("differs", "coarser", "not compared", "agrees")
 
 # Whence the engine's choices of experts are known; see :class:`RouterFigures`.
 ChoiceSource = Literal["ids", "logits", "none"]
+
+# Of a layer; empty for the head.
+Attention = Literal["sliding", "full", ""]
+Mlp = Literal["dense", "sparse", ""]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +109,8 @@ class LayerFigures:
     """
 
     layer: int | None
-    attention: str
-    mlp: str
+    attention: Attention
+    mlp: Mlp
     tokens: int
     engine: Gap | None
     yardstick: Gap | None
@@ -200,27 +204,9 @@ class LayerParity(Shown):
             )
         values = {key: value for key, value in document.items() if key != "schema"}
         try:
-            values["layers"] = tuple(_layer_from(row) for row in values["layers"])
-            values["notes"] = tuple(values["notes"])
-            return cls(**values)
-        except (TypeError, KeyError, AttributeError) as error:
+            return read_value(cls, values)
+        except UnreadableError as error:
             raise ServingError(
                 f"the comparison of layers is incomplete or of another version ({error}); "
                 "make it again"
-            ) from error
-
-
-def _layer_from(row: Mapping[str, Any]) -> LayerFigures:
-    values = dict(row)
-    for name in ("engine", "yardstick", "engine_mlp", "yardstick_mlp"):
-        values[name] = None if values[name] is None else Gap(**values[name])
-    if values["verdict"] not in VERDICTS:
-        raise TypeError(f"verdict {shown(values['verdict'])}")
-    if values["router"] is not None:
-        router = dict(values["router"])
-        router["flips"] = tuple(
-            Flip(**dict(one) | {"ours": tuple(one["ours"]), "engine": tuple(one["engine"])})
-            for one in router["flips"]
-        )
-        values["router"] = RouterFigures(**router)
-    return LayerFigures(**values)
+            ) from None
