@@ -74,10 +74,10 @@ def test_options_reach_the_command() -> None:
 
 def test_a_plan_chooses_the_layout_and_the_sequences() -> None:
     words = printed(
-        "beam-501b", "--gpu", "GB200", "--gpus", "8", "--weights", "nvfp4", "--context", "1048576"
+        "beam-501b", "--gpu", "B200", "--gpus", "8", "--weights", "nvfp4", "--context", "1048576"
     )
     plan = make_plan(
-        "beam-501b", "GB200", gpus=8, weights="nvfp4", context=1048576,
+        "beam-501b", "B200", gpus=8, weights="nvfp4", context=1048576,
         drafter="beam-501b-dflash2",
     )  # fmt: skip
     assert words[words.index("--tensor-parallel-size") + 1] == str(plan.layout.tp)
@@ -85,6 +85,15 @@ def test_a_plan_chooses_the_layout_and_the_sequences() -> None:
     failed = run("beam-501b", "--gpu", "H100", "--gpus", "8", "--print", code=1)
     assert "does not fit" in failed.stderr
     assert failed.stdout == ""
+
+
+def test_a_command_of_one_host_for_several_is_remarked_on() -> None:
+    asked_for = ("beam-501b", "--gpu", "GB200", "--gpus", "8", "--weights", "nvfp4")
+    result = run(*asked_for, "--print")
+    assert "8 GPUs are 2 hosts here" in result.stderr
+    assert "--form ray" in result.stderr
+    assert result.stdout.startswith("vllm serve")
+    assert run(*asked_for, "--form", "ray").stderr == ""
 
 
 def test_an_open_server_wants_a_key() -> None:

@@ -357,6 +357,13 @@ def _print(launch: Launch, form: Form, head: str | None, json: bool) -> None:
         command = str(launch.multi_node(head=head))
     else:
         command = launch.docker() if form is Form.docker else launch.shell()
+        if launch.hosts > 1:
+            from workbench.terminal import note
+
+            note(
+                f"note: {launch.layout.gpus} GPUs are {launch.hosts} hosts here, and this command "
+                "is of one host; --form ray has those for several"
+            )
     if json:
         arguments = launch.command(ray=form is Form.ray)
         answer({"form": form.value, "arguments": arguments, "command": command})

@@ -24,6 +24,7 @@ import pytest
 from serving.fake_engine import all_gone, asked, free_port, pids, runs, write_engine
 from workbench.errors import ServingError
 from workbench.serving.address import Address
+from workbench.serving.launch.engine_program import engine_command
 from workbench.serving.launch.launch import Launch, launch_for
 from workbench.serving.server import server as servers
 from workbench.serving.server import server_state, starting
@@ -579,11 +580,36 @@ def test_a_supervisor_that_is_killed_at_once(rig: Rig, monkeypatch: pytest.Monke
     assert running() == ()
 
 
+def test_a_validation_error_is_named_with_what_is_wrong(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text(
+        "(APIServer pid=1) pydantic_core._pydantic_core.ValidationError: "
+        "1 validation error for SpeculativeConfig\n"
+        "(APIServer pid=1)   Value error, DFlash2 wants the V2 runner [type=value_error]\n"
+        "RuntimeError: consequence\n"
+    )
+    assert first_error(log) == (
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for SpeculativeConfig: "
+        "Value error, DFlash2 wants the V2 runner [type=value_error]"
+    )
+
+
+def test_the_folder_of_an_environment_is_an_engine(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, words in (("python", ["-m", "vllm.entrypoints.cli.main"]), ("vllm", [])):
+        program = tmp_path / "bin" / name
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+        assert engine_command(tmp_path) == [str(program), *words]
+
+
 def test_programs_that_are_not_there(rig: Rig) -> None:
     with pytest.raises(ServingError, match="was not found or cannot be run"):
         rig.serve(engine=rig.folder / "nothing")
-    with pytest.raises(ServingError, match="is a folder"):
-        rig.serve(engine=rig.folder)
+    empty = rig.folder / "nothing in it"
+    empty.mkdir()
+    with pytest.raises(ServingError, match="is a folder without bin/vllm"):
+        rig.serve(engine=empty)
     wrong = rig.folder / "wrong"
     wrong.write_text("#!/no/such/interpreter\n")
     wrong.chmod(0o755)

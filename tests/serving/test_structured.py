@@ -115,6 +115,15 @@ def test_an_answer_that_is_none_is_said(step: fake.Step, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_what_came_can_be_looked_at_where_it_is_no_value() -> None:
+    step = fake.say('{"parts": [{"na', finish="length")
+    with fake.serving(step) as server, Client(server.url) as client:
+        answer = client.chat("?", schema=Order)
+        with pytest.raises(ServingError, match="cut off in its JSON"):
+            answer.finish()
+        assert (answer.reply.text, answer.reply.value) == ('{"parts": [{"na', None)
+
+
 def test_numbers_that_are_too_long_to_be_compared_are_said() -> None:
     with pytest.raises(ServingError, match="too long to be compared"):
         asked_for({"type": "integer", "multipleOf": 0.5}, fake.say("9" * 400))

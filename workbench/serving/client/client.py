@@ -273,7 +273,7 @@ class Stream:
                 yield from collector.add(document, whole=True)
             self._check_end()
         asking.check()
-        self._reply = self._finished()
+        self._finish()
 
     def _check_end(self) -> None:
         if self._collector.finish is None and not self._cut.done:
@@ -283,13 +283,13 @@ class Stream:
                 "whole; look into the server's log, and ask again"
             )
 
-    def _finished(self) -> Reply:
+    def _finish(self) -> None:
         # What had ended before it was cut is a whole answer.
         stopped = self._collector.finish is None
         reply = self._collector.reply(stopped=stopped).map_text(self._client._wire.hide)
-        if self._shape is None or stopped or reply.tool_calls:
-            return reply
-        return replace(reply, value=parse(reply, self._shape))
+        self._reply = reply  # also where its text does not become the value that was asked for
+        if not (self._shape is None or stopped or reply.tool_calls):
+            self._reply = replace(reply, value=parse(reply, self._shape))
 
 
 def _messages(given: Messages) -> list[dict[str, Any]]:

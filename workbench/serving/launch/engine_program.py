@@ -12,15 +12,18 @@ from workbench.files import expand
 
 # How a Python starts the engine where its `vllm` program is not at hand.
 _MODULE = "vllm.entrypoints.cli.main"
-_INSTALL = "install vLLM in an environment of its own and name its program (engine=, --engine)"
+_INSTALL = (
+    "install vLLM in an environment of its own and name it (engine=, --engine); the README's "
+    "section on serving has the lines"
+)
 
 
 def engine_command(engine: str | Path | None = None) -> list[str]:
     """The words that stand for ``vllm`` in a command that is started here.
 
     Args:
-        engine: the ``vllm`` program, or a Python that has vLLM; what is beside this Python or on
-            PATH by default.
+        engine: the ``vllm`` program, a Python that has vLLM, or the folder of an environment with
+            either; what is beside this Python or on PATH by default.
 
     Raises:
         ServingError: there is no such program, or vLLM is not found.
@@ -60,10 +63,17 @@ def python_of(engine: str | Path) -> str | None:
 
 def _program(engine: str | Path) -> str:
     text = str(engine)
-    path = expand(text) if os.sep in text else None
+    path = expand(text) if os.sep in text or expand(text).is_dir() else None
+    if path is not None and path.is_dir():  # of an environment
+        inside = [path / "bin" / name for name in ("vllm", "python")]
+        path = next((each for each in inside if os.access(each, os.X_OK)), path)
     found = shutil.which(str(path.absolute()) if path else text)
     if found is None:
-        what = "is a folder" if path and path.is_dir() else "was not found or cannot be run"
+        what = (
+            "is a folder without bin/vllm"
+            if path and path.is_dir()
+            else "was not found or cannot be run"
+        )
         raise ServingError(f"the engine's program {text!r:.200} {what}; {_INSTALL}")
     return found
 

@@ -166,6 +166,7 @@ _PREFIX = re.compile(
     r"^(?:\([\w= -]{1,80}\) )?(?:(?:INFO|WARNING|ERROR) \d\d-\d\d [\d:]{8} \[[^\]]{1,80}\] ?)?"
 )
 _ERROR = re.compile(r"^[\w.]{0,80}(?:Error|Exception|Interrupt)\b.{0,400}|^vllm.{0,40}: error: .+")
+_VALIDATION = re.compile(r"\bvalidation errors? for \w+$")
 
 
 def clean(line: str) -> str:
@@ -238,10 +239,11 @@ def last_lines(log: Path, start: int = 0, lines: int = 15) -> tuple[str, ...]:
 
 def first_error(log: Path, start: int = 0) -> str | None:
     """The first error that the log's end names; what follows it is mostly its consequence."""
-    for line in _ending(log, start):
-        text = _PREFIX.sub("", line).strip()
+    lines = [_PREFIX.sub("", line).strip() for line in _ending(log, start)]
+    for text, following in zip(lines, [*lines[1:], ""], strict=True):
         if _ERROR.match(text):
-            return text
+            # pydantic says what is wrong in the line below.
+            return f"{text}: {following}" if _VALIDATION.search(text) else text
     return None
 
 
