@@ -376,10 +376,13 @@ def test_what_takes_a_loaded_model_refuses_it(use: Callable[[Any], Any]) -> None
     assert "layers=[0, 3]" in text or "must be a loaded model (load(...)), not ServedBeam(" in text
 
 
-def test_a_drafter_of_another_model_is_refused() -> None:
-    drafter: Any = SimpleNamespace(name="d", target=SimpleNamespace(name="beam-tiny"))
-    with pytest.raises(WorkbenchError, match="d was loaded for another beam-tiny"):
-        views.adaptive(tiny(cpu=True), drafter, "x")  # type: ignore[arg-type]
+def test_what_is_no_drafter_of_this_model_is_refused() -> None:
+    beam = workbench.load("beam-tiny")
+    for none in (None, SimpleNamespace(name="d", target=beam)):
+        with pytest.raises(WorkbenchError, match=r"drafter must be a loaded one \(load_drafter"):
+            views.adaptive(beam, none, "x")  # type: ignore[arg-type]
+    with pytest.raises(WorkbenchError, match="was loaded for another beam-tiny; load it for this"):
+        views.adaptive(tiny(cpu=True), workbench.load_drafter(beam), "x")  # type: ignore[arg-type]
 
 
 def test_python_finds_nothing_that_is_not_there() -> None:

@@ -38,6 +38,7 @@ from workbench.kernels.timing import (
     ROUNDS,
     SECONDS,
     Candidate,
+    check_rounds,
     l2_bytes,
     measure,
     sets_wanted,
@@ -98,6 +99,7 @@ def bench(
     every = [shapes] if isinstance(shapes, Shapes) else list(shapes)
     cells = list(_cells(ops, every, tokens, flavours, dtype, device, seed, model))
     _check_variants(ops, variants)
+    check_rounds(rounds)
     peaks = peaks or measured_peaks(device)
     rows: list[BenchRow] = []
     interrupted = False

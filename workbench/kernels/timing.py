@@ -136,6 +136,12 @@ class Flush:
             torch.sum(self._buffer, dim=0, out=self._sink)
 
 
+def check_rounds(rounds: int) -> None:
+    """Raise KernelError where so many rounds give no median: before anything is computed."""
+    if rounds < MIN_ROUNDS:
+        raise KernelError(f"a median needs {MIN_ROUNDS} rounds or more, not {rounds}")
+
+
 def measure(
     candidates: Sequence[Candidate],
     device: torch.device | str,
@@ -152,8 +158,7 @@ def measure(
     Raises:
         KernelError: fewer than :data:`MIN_ROUNDS` rounds are asked for.
     """
-    if rounds < MIN_ROUNDS:
-        raise KernelError(f"a median needs {MIN_ROUNDS} rounds or more, not {rounds}")
+    check_rounds(rounds)
     gpu = torch.device(device).type == "cuda"
     flush = Flush(device)
     try:
