@@ -141,6 +141,7 @@ def check(page: dict[str, Any], requests: int) -> tuple[int, int]:
     return verified, drafted
 
 
+@pytest.mark.full  # make test has the live board of 04
 def test_adaptive_verification(lab: Lab, browser: "playwright.Browser", screenshots: Path) -> None:
     with open_notebook(browser, lab, "05_adaptive_verification.ipynb") as notebook:
         page = notebook.page
@@ -253,6 +254,7 @@ def test_lines_break_where_another_policy_decided(browser: "playwright.Browser")
         page.close()
 
 
+@pytest.mark.full  # make test has the live board of 04
 def test_saved_figures_fit_a_narrow_page(
     lab: Lab, browser: "playwright.Browser", screenshots: Path
 ) -> None:
