@@ -13,7 +13,16 @@ import workbench
 PACKAGE = Path(workbench.__file__).parent
 # A room, and the modules of the workbench that it must not import. Prefixes; exceptions after "!".
 RULES = {
-    "kernels": ("model", "spec", "training", "serving", "views", "cli", "!model.config"),
+    "kernels": (
+        "model",
+        "spec",
+        "training",
+        "serving",
+        "views",
+        "cli",
+        "!model.config",
+        "!model.parallel",
+    ),
     "model": ("spec", "training", "serving", "views", "cli"),
     "spec": ("training", "serving", "views", "cli"),
     "training": ("serving", "views", "cli"),

@@ -1,4 +1,4 @@
-"""``workbench bench decode``: one rank's batch-1 decode step, from plain torch to fused chains."""
+"""``workbench bench decode``: the decode step of a rank or several, from torch to fused chains."""
 
 from __future__ import annotations
 
@@ -34,12 +34,31 @@ def decode(
     ] = "beam-501b",
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 8,
     rank: Annotated[
-        int, typer.Option("--rank", min=0, help="Which of them; it seeds the random weights.")
-    ] = 0,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1,
+        int | None,
+        typer.Option(
+            "--rank", min=0, help="Which of them (default: 0); it seeds the random weights."
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus", min=1, help="Run N of the ranks at once, all-reduces included.", metavar="N"
+        ),
+    ] = None,
+    batch: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--batch", metavar="N", help="Sequences (default: 1); with --gpus several, by comma."
+        ),
+    ] = None,
     context: Annotated[
-        int, typer.Option("--context", min=1, help="Tokens in the cache before the first step.")
-    ] = 4096,
+        list[str] | None,
+        typer.Option(
+            "--context",
+            metavar="N",
+            help="Tokens in the cache before the first step (default: 4096); likewise.",
+        ),
+    ] = None,
     layers: Annotated[
         int | None,
         typer.Option("--layers", help="Only the first N layers (default: all).", metavar="N"),
@@ -64,9 +83,25 @@ def decode(
     ] = Experts.same,
     rounds: Annotated[int, typer.Option("--rounds", min=2, help="Timed replays of each.")] = 40,
     leave_one_out: Annotated[
-        bool, typer.Option(help="Also the chain without each of its switches.")
-    ] = True,
-    profile: Annotated[bool, typer.Option(help="Also the time of each kernel (GPU).")] = True,
+        bool | None,
+        typer.Option(
+            "--leave-one-out/--no-leave-one-out",
+            help="Also the chain without each of its switches (default: yes, of one rank).",
+        ),
+    ] = None,
+    profile: Annotated[
+        bool | None,
+        typer.Option(
+            "--profile/--no-profile", help="Also the time of each kernel (GPU; default: yes)."
+        ),
+    ] = None,
+    prefill: Annotated[
+        bool,
+        typer.Option(
+            "--prefill",
+            help="With --gpus: also a prefill of 8 x 2048 tokens at 100k, on the same weights.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Write the result here too (JSON).", metavar="FILE"),
@@ -75,13 +110,72 @@ def decode(
 ) -> None:
     """Time one tensor-parallel rank's decode step at full depth, every stage checked (FP64).
 
-    Random weights at the rank's shapes, one CUDA graph a step, no all-reduce on one GPU.
+    Random weights at the rank's shapes, one CUDA graph a step. No all-reduce on one GPU; with
+    --gpus N of the ranks run together, and each step is timed with its all-reduces and without.
     """
-    from workbench.cli_kernels_asked import refuse_unwritable, write_document
+    from workbench.cli_bench_parallel import counts, decode_group
+    from workbench.cli_kernels_asked import refuse_unwritable
+    from workbench.errors import KernelError
+
+    batches = counts(batch, 1, "--batch")
+    contexts = counts(context, 4096, "--context")
+    refuse_unwritable(out)
+    if gpus is not None:
+        if rank is not None:
+            raise KernelError(
+                f"--rank names one rank, and --gpus runs ranks 0 to {gpus - 1}: give one of them"
+            )
+        alone = {"--leave-one-out": leave_one_out, "--profile": profile}
+        for option, given in alone.items():
+            if given is not None:
+                no = "" if given else "no-"
+                raise KernelError(
+                    f"--{no}{option[2:]} is of one rank by itself: leave it out, or leave out "
+                    "--gpus"
+                )
+        decode_group(
+            gpus=gpus, model=model, tp=tp, batches=batches, contexts=contexts, layers=layers,
+            variants=variants, device=device.value, dtype=dtype.value, experts=experts.value,
+            rounds=rounds, prefill=prefill, out=out, json=json,
+        )  # fmt: skip
+        return
+    if prefill:
+        raise KernelError(
+            "--prefill goes with --gpus; for one rank's prefill there is workbench bench prefill"
+        )
+    if len(batches) > 1 or len(contexts) > 1:
+        raise KernelError(
+            "one rank is timed at one --batch and one --context; give one of each, or --gpus N"
+        )
+    _one_rank(
+        model=model, tp=tp, rank=rank or 0, batch=batches[0], context=contexts[0], layers=layers,
+        variants=variants, device=device, dtype=dtype, experts=experts, rounds=rounds,
+        leave_one_out=leave_one_out is not False, profile=profile is not False, out=out, json=json,
+    )  # fmt: skip
+
+
+def _one_rank(
+    *,
+    model: str,
+    tp: int,
+    rank: int,
+    batch: int,
+    context: int,
+    layers: int | None,
+    variants: list[str] | None,
+    device: Place,
+    dtype: Dtype,
+    experts: Experts,
+    rounds: int,
+    leave_one_out: bool,
+    profile: bool,
+    out: Path | None,
+    json: bool,
+) -> None:
+    from workbench.cli_kernels_asked import write_document
     from workbench.errors import KernelError
     from workbench.files import FileError
 
-    refuse_unwritable(out)
     if rank >= tp:
         raise KernelError(f"there is no rank {rank} of {tp}; choose --rank 0 to {tp - 1}")
     import torch

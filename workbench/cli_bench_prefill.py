@@ -1,4 +1,4 @@
-"""``workbench bench prefill``: one rank's prefill, from plain torch to grouped products."""
+"""``workbench bench prefill``: one rank's prefill, or the layouts of several ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,34 @@ def prefill(
         str, typer.Option("--model", help="Preset, bundled name or folder.", metavar="MODEL")
     ] = "beam-501b",
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 8,
-    sequences: Annotated[int, typer.Option("--sequences", min=1, help="Sequences.")] = 8,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="New tokens of each.")] = 2048,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus",
+            min=1,
+            help="Run N ranks at once, each layout with its communication.",
+            metavar="N",
+        ),
+    ] = None,
+    layouts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--layouts",
+            help="With --gpus: tp, tensor parallel; ep, attention data-parallel and whole experts; "
+            "by comma or repeated (default: both).",
+            metavar="NAMES",
+        ),
+    ] = None,
+    sequences: Annotated[
+        int | None,
+        typer.Option("--sequences", min=1, help="Sequences (default: 8; with --gpus one a rank)."),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens", min=1, help="New tokens of each (default: 2048; with --gpus 32768)."
+        ),
+    ] = None,
     context: Annotated[
         int, typer.Option("--context", min=0, help="Earlier tokens of each, in the cache.")
     ] = 0,
@@ -49,7 +75,12 @@ def prefill(
         Dtype.bfloat16
     ),
     rounds: Annotated[int, typer.Option("--rounds", min=2, help="Timed runs of each.")] = 5,
-    profile: Annotated[bool, typer.Option(help="Also the time of each kernel (GPU).")] = True,
+    profile: Annotated[
+        bool | None,
+        typer.Option(
+            "--profile/--no-profile", help="Also the time of each kernel (GPU; default: yes)."
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Write the result here too (JSON).", metavar="FILE"),
@@ -59,15 +90,59 @@ def prefill(
     """Time one tensor-parallel rank's prefill at full depth, checked against FP64.
 
     Random weights at the rank's shapes, every sequence behind --context earlier tokens, a CUDA
-    graph where the host is not asked, no all-reduce on one GPU.
+    graph where the host is not asked. No all-reduce on one GPU; with --gpus several ranks run it
+    together, tensor-parallel and with whole experts on each.
     """
-    from workbench.cli_kernels_asked import refuse_unwritable, write_document
+    from workbench.cli_bench_parallel import LAYOUTS, names_of, prefill_group
+    from workbench.cli_kernels_asked import refuse_unwritable
     from workbench.errors import KernelError
-    from workbench.files import FileError
 
     refuse_unwritable(out)
+    if gpus is not None:
+        for option, given in {"--variants": variants, "--profile/--no-profile": profile}.items():
+            if given is not None:
+                raise KernelError(
+                    f"{option} is of one rank by itself: leave it out, or leave out --gpus"
+                )
+        named = list(LAYOUTS) if layouts is None else names_of(layouts)
+        if not named:
+            raise KernelError(f"--layouts names none; give {' or '.join(LAYOUTS)}, or both")
+        prefill_group(
+            gpus=gpus, model=model, tp=tp, layouts=named, sequences=sequences or gpus,
+            tokens=tokens or 32_768, context=context, layers=layers, device=device.value,
+            dtype=dtype.value, rounds=rounds, out=out, json=json,
+        )  # fmt: skip
+        return
+    if layouts is not None:
+        raise KernelError("--layouts are of several ranks: give --gpus N, too")
+    _one_rank(
+        model=model, tp=tp, sequences=sequences or 8, tokens=tokens or 2048, context=context,
+        layers=layers, variants=variants, device=device, dtype=dtype, rounds=rounds,
+        profile=profile is not False, out=out, json=json,
+    )  # fmt: skip
+
+
+def _one_rank(
+    *,
+    model: str,
+    tp: int,
+    sequences: int,
+    tokens: int,
+    context: int,
+    layers: int | None,
+    variants: list[Form] | None,
+    device: Place,
+    dtype: Dtype,
+    rounds: int,
+    profile: bool,
+    out: Path | None,
+    json: bool,
+) -> None:
     import torch
 
+    from workbench.cli_kernels_asked import write_document
+    from workbench.errors import KernelError
+    from workbench.files import FileError
     from workbench.kernels.peaks import measured_peaks
     from workbench.kernels.rank.early_load import refuse_prefill
     from workbench.kernels.rank.prefill_bench import measure_prefill

@@ -33,6 +33,9 @@ DRAFTER_OPS = (
     "selector_walk",
 )
 OPS = (*LAYER_OPS, *MODEL_OPS, *DRAFTER_OPS)
+# Of several ranks together: there is none of them in a model that one process runs, so nothing
+# selects them (``use``); a step of several ranks is given one (kernels/parallel/exchanges.py).
+GROUP_OPS = ("reduced_boundary",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,4 +98,9 @@ def _built_in(op: str) -> dict[str, Provided]:
     return found
 
 
-BUILT_IN: dict[str, dict[str, Provided]] = {op: _built_in(op) for op in OPS}
+BUILT_IN: dict[str, dict[str, Provided]] = {op: _built_in(op) for op in OPS} | {
+    "reduced_boundary": {
+        "nccl": Provided("workbench.kernels.parallel.exchanges"),
+        "exchange": Provided("workbench.kernels.parallel.exchanges", (triton_runs,)),
+    }
+}

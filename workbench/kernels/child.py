@@ -1,6 +1,7 @@
 """A Python of its own for code that may crash, hang or compile: started, listened to, ended.
 
-``trial.py`` checks variants in one, ``triton_compile.py`` compiles in one.
+``trial.py`` checks variants in one, ``triton_compile.py`` compiles in one, and the ranks of
+``parallel/start.py`` are started in the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,30 @@ LINE_BYTES = 1 << 20  # of one answer; longer is none
 # Runs before anything is imported. Linux ends the child with its parent (prctl's PR_SET_PDEATHSIG,
 # 1), and one whose parent is gone already ends by itself. With -P neither the working directory nor
 # the folder of a script hides a module of the standard library.
-_START = f"""
+_START = """
 import os, sys
 if sys.platform == "linux":
     import ctypes, signal
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
-if os.getppid() != int(os.environ["{MARK}"]):
+if os.getppid() != int(os.environ[sys.argv.pop(1)]):
     os._exit(1)
 import runpy
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
+
+
+def command(mark: str, module: str, *arguments: str) -> list[str]:
+    """How a module is run in a child of the process whose id the variable ``mark`` says."""
+    return [sys.executable, "-P", "-c", _START, mark, module, *arguments]
+
+
+def surroundings(mark: str, changes: Mapping[str, str | None]) -> dict[str, str]:
+    """A child's environment: this one's with ``changes`` (None: without it), which finds us."""
+    wanted: dict[str, str | None] = {**os.environ, **changes}
+    root = str(Path(workbench.__file__).resolve().parent.parent)
+    paths = [root, *filter(None, (wanted.get("PYTHONPATH") or "").split(os.pathsep))]
+    wanted |= {mark: str(os.getpid()), "PYTHONPATH": os.pathsep.join(paths)}
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +73,15 @@ class Ended:
         """The exit code or the signal in words."""
         if self.code >= 0:
             return f"exit code {self.code}"
-        try:
-            return f"signal {signal.Signals(-self.code).name}"
-        except ValueError:
-            return f"signal {-self.code}"
+        return f"signal {signal_name(-self.code)}"
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; the number for one that Python has no name for."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
 
 
 def run_child(
@@ -81,20 +101,16 @@ def run_child(
     also by an exception (KeyboardInterrupt), and the child itself where this process is killed
     (Linux).
     """
-    root = str(Path(workbench.__file__).resolve().parent.parent)
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    wanted: dict[str, str | None] = {**os.environ, **environment}
-    wanted |= {MARK: str(os.getpid()), "PYTHONPATH": os.pathsep.join(paths)}
     late = spoiled = False
     with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as asked:
         asked.write(request.encode())
         asked.seek(0)
         child = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, module],
+            command(MARK, module),
             stdin=asked,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env={name: value for name, value in wanted.items() if value is not None},
+            env=surroundings(MARK, environment),
             start_new_session=True,  # so that what it starts (ptxas) goes with it
         )
         assert child.stdout is not None

@@ -21,7 +21,14 @@ from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 from workbench.errors import KernelError
-from workbench.kernels.catalogue import BUILT_IN, LAYER_OPS, MODEL_OPS, OPS, REFERENCE
+from workbench.kernels.catalogue import (
+    BUILT_IN,
+    GROUP_OPS,
+    LAYER_OPS,
+    MODEL_OPS,
+    OPS,
+    REFERENCE,
+)
 from workbench.kernels.layers import LayerKinds, describe, matching
 from workbench.kernels.requirements import Requirement, Where
 from workbench.kernels.tables import Kernels, Resolution, Resolved
@@ -228,7 +235,7 @@ def _load(op: str, name: str) -> Variant:
 
 
 def _check_op(op: str) -> None:
-    if op not in OPS:
+    if op not in OPS and op not in GROUP_OPS:
         raise KernelError(f"there is no operation {op!r:.60}; there are {', '.join(OPS)}")
 
 
@@ -278,6 +285,11 @@ def rules(
         if variant not in names(op):
             raise KernelError(
                 f"there is no variant {variant!r:.60} of {op}; there are {', '.join(names(op))}"
+            )
+        if op in GROUP_OPS:
+            raise KernelError(
+                f"{op} is of several ranks together and not of a model in one process: give it to "
+                f'a step of theirs, TpRankStep(weights, state, ranks, {{"{op}": {variant!r}}})'
             )
         if pattern != "all" and op not in LAYER_OPS:
             raise KernelError(f"{op} is not inside a layer; leave out layers={pattern!r}")

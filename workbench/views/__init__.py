@@ -52,6 +52,10 @@ _PUBLIC = {
     "live": "live_tokens",
     "logit_lens": "lens",
     "objective_curve": "adaptive_objective",
+    "parallel_calls": "parallel_calls",
+    "parallel_load": "parallel_calls",
+    "parallel_prefill": "parallel_prefill",
+    "parallel_waterfall": "parallel_decode",
     "parameter_treemap": "parameters",
     "plan_table": "kv_pages",
     "policy_comparison": "adaptive_policies",
@@ -150,6 +154,10 @@ if TYPE_CHECKING:
     from workbench.views.live_tokens import live as live
     from workbench.views.machine import this_machine as this_machine
     from workbench.views.model_check import step_comparisons as step_comparisons
+    from workbench.views.parallel_calls import parallel_calls as parallel_calls
+    from workbench.views.parallel_calls import parallel_load as parallel_load
+    from workbench.views.parallel_decode import parallel_waterfall as parallel_waterfall
+    from workbench.views.parallel_prefill import parallel_prefill as parallel_prefill
     from workbench.views.parameters import parameter_treemap as parameter_treemap
     from workbench.views.positions import position_reach as position_reach
     from workbench.views.published_serving import beside_published as beside_published

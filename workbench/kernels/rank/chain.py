@@ -154,7 +154,7 @@ class RankStep:
     def __call__(self) -> None:
         """Launch the step: token -> next token, position -> position + 1, no host round trip."""
         w, st, call = self.weights, self.state, self._call
-        h = naive.embedding(st.token, w.embed)
+        h = self._embed()
         x = call["rms_norm"](h, w.layers[0].input_norm, w.shapes.eps)
         self.h, self._ids = [h], []
         kinds = {layer.full for layer in w.layers}
@@ -163,17 +163,39 @@ class RankStep:
         norms = [*(layer.input_norm for layer in w.layers[1:]), w.norm]
         for index, (layer, next_norm) in enumerate(zip(w.layers, norms, strict=True)):
             a = self._attention(index, layer, x, reach[layer.full], rows[layer.full])
-            h, x = call["boundary"](
-                h, a, layer.post_attention_norm, layer.scales[0], layer.pre_mlp_norm, w.shapes.eps
+            h, x = self._boundary(
+                h, a, layer.post_attention_norm, layer.scales[0], layer.pre_mlp_norm
             )
             m = self._mlp(layer, x)
-            h, x = call["boundary"](
-                h, m, layer.post_mlp_norm, layer.scales[1], next_norm, w.shapes.eps
-            )
+            h, x = self._boundary(h, m, layer.post_mlp_norm, layer.scales[1], next_norm)
             self.h.append(h)
         logits, cap = call["lm_head"](x, w.lm_head), w.shapes.softcap
         st.logits.copy_(logits if cap is None else call["softcap"](logits, cap))
-        self._advance(naive.argmax(st.logits))
+        self._advance(self._choose())
+
+    # What a step of several ranks does otherwise (kernels/parallel/tp_chain.py).
+
+    def _embed(self) -> Tensor:
+        """The tokens' rows of the embedding, ``[B, H]``."""
+        return naive.embedding(self.state.token, self.weights.embed)
+
+    def _boundary(
+        self,
+        h: Tensor,
+        sublayer: Tensor,
+        post: Tensor,
+        scale: tuple[float, float],
+        following: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The stream behind a sublayer, and its norm."""
+        made: tuple[Tensor, Tensor] = self._call["boundary"](
+            h, sublayer, post, scale, following, self.weights.shapes.eps
+        )
+        return made
+
+    def _choose(self) -> Tensor:
+        """The next tokens, int64 ``[B]``."""
+        return naive.argmax(self.state.logits)
 
     def expert_ids(self) -> Tensor:
         """Experts of the last step, int64 ``[layers, B, K]``, -1 in dense layers."""

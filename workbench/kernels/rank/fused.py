@@ -156,12 +156,8 @@ class FusedStep:
 
     def __call__(self) -> None:
         """Launch the step: token -> next token, position -> position + 1."""
-        w, st, s = self.weights, self.state, self.weights.shapes
-        # Not a dependent: this launch waits for everything before the step.
-        tv.embed_norm[(1,)](
-            st.token, w.embed, w.layers[0].input_norm, self.h[0], self._x[0], s.eps,
-            s.hidden, *tv.parts(s.hidden), num_warps=self.config.vector_warps,
-        )  # fmt: skip
+        w = self.weights
+        self._begin()
         pending: _Boundary | None = None  # the boundary in front of the next attention
         norms = [*(layer.input_norm for layer in w.layers[1:]), w.norm]
         for index, (layer, next_norm) in enumerate(zip(w.layers, norms, strict=True)):
@@ -183,6 +179,14 @@ class FusedStep:
                 self._boundary(pending)
                 pending = None
         self._head()
+
+    def _begin(self) -> None:
+        w, s = self.weights, self.weights.shapes
+        # Not a dependent: this launch waits for everything before the step.
+        tv.embed_norm[(1,)](
+            self.state.token, w.embed, w.layers[0].input_norm, self.h[0], self._x[0], s.eps,
+            s.hidden, *tv.parts(s.hidden), num_warps=self.config.vector_warps,
+        )  # fmt: skip
 
     def _boundary(self, b: _Boundary) -> None:
         s, pdl = self.weights.shapes, self.dependent
@@ -289,6 +293,10 @@ class FusedStep:
             s.vocabulary, s.hidden, *tv.parts(s.hidden), rows, s.softcap is not None, pdl,
             num_warps=warps, **tv.options(pdl),
         )  # fmt: skip
+        self._pick()
+
+    def _pick(self) -> None:
+        st, s, pdl, programs = self.state, self.weights.shapes, self.dependent, self._best.shape[0]
         tv.pick[(1,)](
             self._best, self._where, st.token, st.next_token, st.position, st.capacity - 1,
             programs, triton.next_power_of_2(programs), s.vocabulary, pdl,

@@ -11,7 +11,7 @@ import torch
 from workbench.errors import KernelError
 from workbench.kernels.rank.load_state import LoadState
 from workbench.kernels.rank.load_step import LoadStep
-from workbench.kernels.rank.reference import Reference, StepCheck, apart, right_token
+from workbench.kernels.rank.reference import Reference, StepCheck, apart
 from workbench.kernels.rank.state import RankState
 from workbench.kernels.rank.weights import RankWeights
 
@@ -32,13 +32,15 @@ def check_load(
     run: Callable[[], None] | None = None,
     rows: Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
+    referred: Callable[..., Reference] | None = None,
 ) -> StepCheck:
     """Run ``step`` once and compare each layer of ``rows`` (None: all) with the reference.
 
     ``run`` (None: the step itself) starts it, for instance a graph's replay; ``layers`` (None: all)
     are those that are compared. A row sees the cache as the step left it: rows before it in its
     sequence are compared on their own. The router's choice is compared even where the experts were
-    given, and then the layer's output is that of the given ones.
+    given, and then the layer's output is that of the given ones. ``referred`` makes the reference
+    of weights and caches (None: of this rank alone).
 
     Raises:
         KernelError: a row or a layer that is not there.
@@ -51,7 +53,7 @@ def check_load(
     if not among or not 0 <= min(among) <= max(among) < count:
         raise KernelError(f"layers to check must be among 0 to {count - 1}, not {among!r:.60}")
     view = state.by_row()
-    reference = Reference(weights, cast(RankState, view))
+    reference = (referred or Reference)(weights, cast(RankState, view))
     positions, tokens = state.position.tolist(), state.token.tolist()
     state.logits.fill_(math.nan)
     state.next_token.fill_(-1)
@@ -85,11 +87,11 @@ def check_load(
                 cache = max(cache, apart(store[index][b, row], value))
         errors.append(worst)
     for b in asked:
-        finite &= torch.equal(step.h[0][b], weights.embed[tokens[b]])
+        finite &= torch.equal(step.h[0][b], reference.embedding(tokens[b]))
         wanted_logits = reference.logits(step.h[count][b])
         logit = max(logit, apart(state.logits[b], wanted_logits))
         found = int(state.next_token[b])
-        gap, right = right_token(wanted_logits, found)
+        gap, right = reference.right_token(wanted_logits, found)
         margin = min(margin, gap)
         equal &= right
         if step.advance:

@@ -230,12 +230,8 @@ class LoadStep:
 
     def __call__(self) -> None:
         """Launch the step."""
-        w, st, s = self.weights, self.state, self.weights.shapes
-        # Not a dependent: this launch waits for everything before the step.
-        lp.embed_norm_rows[(st.rows,)](
-            st.token, w.embed, w.layers[0].input_norm, self._h[0], self._x, s.eps,
-            s.hidden, *parts(s.hidden), num_warps=self.config.vector_warps,
-        )  # fmt: skip
+        w, st = self.weights, self.state
+        self._begin()
         h, x = self._h[0], self._x
         self.h = [h]
         if "attention" in self.config.chain:
@@ -253,6 +249,14 @@ class LoadStep:
             )  # fmt: skip
             self.h.append(h)
         self._head(x)
+
+    def _begin(self) -> None:
+        w, st, s = self.weights, self.state, self.weights.shapes
+        # Not a dependent: this launch waits for everything before the step.
+        lp.embed_norm_rows[(st.rows,)](
+            st.token, w.embed, w.layers[0].input_norm, self._h[0], self._x, s.eps,
+            s.hidden, *parts(s.hidden), num_warps=self.config.vector_warps,
+        )  # fmt: skip
 
     def _boundary(
         self, h: Tensor, source: Tensor, shares: Tensor | None, count: int, post: Tensor,
@@ -458,7 +462,11 @@ class LoadStep:
             _ahead(tile, s.hidden, w.lm_head), pdl,
             num_warps=tile.warps, num_stages=tile.stages, **options(pdl),
         )  # fmt: skip
-        lp.pick_rows[(n,)](
+        self._pick()
+
+    def _pick(self) -> None:
+        st, s, pdl = self.state, self.weights.shapes, self.dependent
+        lp.pick_rows[(st.rows,)](
             self._best, self._where, st.token, st.next_token, st.position, st.last, self._tiles,
             triton.next_power_of_2(self._tiles), s.vocabulary, self.advance, pdl,
             num_warps=4, **options(pdl),

@@ -12,7 +12,7 @@ from torch import Tensor
 from workbench.errors import KernelError
 from workbench.kernels.rank.prefill_state import PrefillState
 from workbench.kernels.rank.prefill_step import PrefillStep
-from workbench.kernels.rank.reference import Reference, StepCheck, apart, right_token
+from workbench.kernels.rank.reference import Reference, StepCheck, apart
 from workbench.kernels.rank.weights import RankWeights
 
 
@@ -52,13 +52,15 @@ def check_prefill(
     weights: RankWeights,
     state: PrefillState,
     run: Callable[[], Any] | None = None,
+    referred: Callable[..., Reference] | None = None,
 ) -> StepCheck:
     """Run ``step`` (``run``: its replay) and compare its watched rows, teacher-forced.
 
     Every layer is asked what should have come out for a row, from the stream that the step had
     before it and the keys and values that the step left in the cache, the row's own among them;
     those are compared too. The last rows of all sequences must be watched. Outputs are poisoned
-    before. ``expert_sets`` is an average over the rows, rounded up.
+    before. ``expert_sets`` is an average over the rows, rounded up. ``referred`` makes the
+    reference of weights and caches (None: of this rank alone).
 
     Raises:
         KernelError: last rows that are not watched.
@@ -69,7 +71,7 @@ def check_prefill(
             "a prefill is checked by the last row of every sequence: watch them, as sample_rows "
             "gives them"
         )
-    reference = Reference(weights, _Caches(weights, state))  # type: ignore[arg-type]
+    reference = (referred or Reference)(weights, _Caches(weights, state))  # type: ignore[arg-type]
     state.poison()
     (run or step)()
     if weights.device.type == "cuda":
@@ -101,11 +103,11 @@ def check_prefill(
         at = rows.index((b + 1) * state.tokens - 1)
         wanted_logits = reference.logits(step.h[-1][at])
         logit = max(logit, apart(state.logits[b], wanted_logits))
-        gap, right = right_token(wanted_logits, int(state.next_token[b]))
+        gap, right = reference.right_token(wanted_logits, int(state.next_token[b]))
         margin = min(margin, gap)
         equal &= right
     for at, row in enumerate(rows):
-        finite &= torch.equal(step.h[0][at], weights.embed[state.token[row]])
+        finite &= torch.equal(step.h[0][at], reference.embedding(int(state.token[row])))
     return StepCheck(
         layer_errors=tuple(errors),
         cache_error=cache,

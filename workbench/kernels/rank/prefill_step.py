@@ -147,21 +147,45 @@ class PrefillStep:
         w, st, call = self.weights, self.state, self._call
         eps = w.shapes.eps
         self.h, self.chosen = [], Choices()
-        h = naive.embedding(st.token, w.embed)
+        h = self._embed()
         self._keep(h)
         x = call["rms_norm"](h, w.layers[0].input_norm, eps)
         norms = [*(layer.input_norm for layer in w.layers[1:]), w.norm]
         for index, (layer, next_norm) in enumerate(zip(w.layers, norms, strict=True)):
             a = self._attention(index, layer, x)
-            h, x = call["boundary"](
-                h, a, layer.post_attention_norm, layer.scales[0], layer.pre_mlp_norm, eps
+            h, x = self._boundary(
+                h, a, layer.post_attention_norm, layer.scales[0], layer.pre_mlp_norm
             )
             del a  # its memory is the next product's
             h, x = self._mlp(index, layer, h, x, next_norm)
             self._keep(h)
         logits, cap = linear(x[st.last], w.lm_head), w.shapes.softcap
         st.logits.copy_(logits if cap is None else call["softcap"](logits, cap))
-        st.next_token.copy_(naive.argmax(st.logits))
+        st.next_token.copy_(self._choose())
+
+    # What a prefill of several ranks does otherwise (kernels/parallel/tp_prefill.py).
+
+    def _embed(self) -> Tensor:
+        """The tokens' rows of the embedding, ``[S T, H]``."""
+        return naive.embedding(self.state.token, self.weights.embed)
+
+    def _boundary(
+        self,
+        h: Tensor,
+        sublayer: Tensor,
+        post: Tensor,
+        scale: tuple[float, float],
+        following: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The stream behind a sublayer, and its norm."""
+        made: tuple[Tensor, Tensor] = self._call["boundary"](
+            h, sublayer, post, scale, following, self.weights.shapes.eps
+        )
+        return made
+
+    def _choose(self) -> Tensor:
+        """The next tokens, int64 ``[S]``."""
+        return naive.argmax(self.state.logits)
 
     def expert_ids(self) -> Tensor:
         """Experts of the watched rows, int64 ``[layers, rows, K]``, -1 in dense layers."""
@@ -203,12 +227,10 @@ class PrefillStep:
         self, index: int, layer: LayerWeights, h: Tensor, x: Tensor, next_norm: Tensor
     ) -> tuple[Tensor, Tensor]:
         call, s = self._call, self.weights.shapes
-        behind = (layer.post_mlp_norm, layer.scales[1], next_norm, s.eps)
+        behind = (layer.post_mlp_norm, layer.scales[1], next_norm)
         if layer.dense:
             self.chosen.layers.append(None)
-            m = self._dense(layer, x)
-            done: tuple[Tensor, Tensor] = call["boundary"](h, m, *behind)
-            return done
+            return self._boundary(h, self._dense(layer, x), *behind)
         ids, shares = self._route(index, layer, x)
         self.chosen.layers.append((ids, shares))
         if self.form == "ours":
@@ -219,13 +241,12 @@ class PrefillStep:
                 x, layer.gate_up, layer.down, ids, launch=self.config.experts
             )
             return expert_boundary(
-                h, product, shares, s.routed_scale, *behind, place=place,
+                h, product, shares, s.routed_scale, *behind, s.eps, place=place,
                 warps=self.config.boundary_warps,
             )  # fmt: skip
         down = self.weights.down_ih(layer)
         m = call["expert_mlp"](x, layer.gate_up, down, ids, shares, s.routed_scale)
-        done = call["boundary"](h, m, *behind)
-        return done
+        return self._boundary(h, m, *behind)
 
     def _dense(self, layer: LayerWeights, x: Tensor) -> Tensor:
         if self.form == "naive":

@@ -83,6 +83,20 @@ class Reference:
         self.weights, self.state = weights, state
         self._dtype = weights.dtype
 
+    # What the reference of several ranks answers otherwise (kernels/parallel/check.py).
+
+    def _whole(self, partial: Tensor) -> Tensor:
+        """The sum of a sublayer's ``partial`` results over the ranks, not yet rounded."""
+        return partial
+
+    def embedding(self, token: int) -> Tensor:
+        """The row ``[H]`` of a token."""
+        return self.weights.embed[token]
+
+    def right_token(self, logits: Tensor, found: int) -> tuple[float, bool]:
+        """:func:`right_token` of :meth:`logits`."""
+        return right_token(logits, found)
+
     def _round(self, x: Tensor) -> Tensor:
         return x.to(self._dtype).double()
 
@@ -93,6 +107,10 @@ class Reference:
 
     def _product(self, weight: Tensor, x: Tensor) -> Tensor:
         return self._round(weight.double() @ x)
+
+    def _summed(self, weight: Tensor, x: Tensor) -> Tensor:
+        """A product whose inner axis the ranks share."""
+        return self._round(self._whole(weight.double() @ x))
 
     def _add(self, new: Tensor, old: Tensor, scale: tuple[float, float]) -> Tensor:
         return self._round(self._round(new * scale[0]) + self._round(old * scale[1]))
@@ -141,7 +159,7 @@ class Reference:
             out.append(torch.softmax(score, 0) @ values[:, group])
         o = self._round(torch.stack(out))
         g = self._round(torch.sigmoid(self._round(gate + layer.gate_bias.double()[:, None])))
-        return self._product(layer.o_proj, self._round(o * g).flatten()), k, v
+        return self._summed(layer.o_proj, self._round(o * g).flatten()), k, v
 
     def _turn(self, x: Tensor, position: int) -> Tensor:
         half = x.shape[-1] // 2
@@ -152,7 +170,7 @@ class Reference:
 
     def _swiglu(self, gate_up: Tensor, down: Tensor, x: Tensor) -> Tensor:
         gate, up = self._product(gate_up, x).chunk(2)
-        return self._product(down, self._round(gate * torch.sigmoid(gate) * up))
+        return self._summed(down, self._round(gate * torch.sigmoid(gate) * up))
 
     def _experts(
         self, layer: LayerWeights, x: Tensor, given: Tensor | None
@@ -177,7 +195,8 @@ class Reference:
             gate, up = self._product(gate_up, x).chunk(2)
             act = self._round(gate * torch.sigmoid(gate) * up)
             total += part * (down @ act)
-        return self._round(self._round(total) * s.routed_scale), ids, biased, blur
+        total = self._round(self._whole(total))
+        return self._round(total * s.routed_scale), ids, biased, blur
 
     def _choose(self, biased: Tensor) -> Tensor:
         s = self.weights.shapes
@@ -284,14 +303,21 @@ def right_token(logits: Tensor, found: int) -> tuple[float, bool]:
     return (gap, found == int(top.indices[0])) if gap > MARGIN else (math.inf, True)
 
 
-def check_step(step: Step, weights: RankWeights, state: RankState, run: Any = None) -> StepCheck:
+def check_step(
+    step: Step,
+    weights: RankWeights,
+    state: RankState,
+    run: Any = None,
+    reference: Reference | None = None,
+) -> StepCheck:
     """Decode one token with ``step`` and compare each layer, teacher-forced from its own stream.
 
     ``run`` (None: the step itself) starts it, for instance a graph's replay. The state's token and
     position must be those to decode; afterwards they are the next ones. Outputs are poisoned
-    before, so that what is not written shows.
+    before, so that what is not written shows. ``reference`` (None: this rank alone) says what is
+    right.
     """
-    reference = Reference(weights, state)
+    reference = reference or Reference(weights, state)
     positions = state.position.tolist()
     tokens = state.token.tolist()
     state.logits.fill_(math.nan)
@@ -323,12 +349,12 @@ def check_step(step: Step, weights: RankWeights, state: RankState, run: Any = No
                 cache = max(cache, apart(store[index][b, row], value))
         errors.append(worst)
     for b, token in enumerate(tokens):
-        embedded = torch.equal(step.h[0][b], weights.embed[token])
+        embedded = torch.equal(step.h[0][b], reference.embedding(token))
         finite &= embedded
         wanted_logits = reference.logits(step.h[len(weights.layers)][b])
         logit = max(logit, apart(state.logits[b], wanted_logits))
         chosen = int(state.next_token[b])
-        gap, right = right_token(wanted_logits, chosen)
+        gap, right = reference.right_token(wanted_logits, chosen)
         margin = min(margin, gap)
         equal &= right and int(state.token[b]) == chosen
     return StepCheck(

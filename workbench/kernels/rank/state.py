@@ -106,6 +106,11 @@ class RankState:
             (len(weights.layers), batch, s.top_k), -1, dtype=torch.int32, device=device
         )
 
+    def begin_with(self, tokens: Tensor) -> None:
+        """Tokens int64 ``[B]`` for the first step, now and after every reset."""
+        self._first_token.copy_(tokens)
+        self.token.copy_(tokens)
+
     def rows_of(self, full: bool) -> int:
         """Cache rows of a layer."""
         return self.capacity if full else min(self.shapes.window, self.capacity)

@@ -1,0 +1,47 @@
+"""The steps of several ranks compiled for GPUs that are not here, at the sizes of a full rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.kernels.parallel.mailbox import Mailbox
+from workbench.kernels.parallel.ranks import Ranks
+from workbench.kernels.parallel.tp_fused import TpFusedStep
+from workbench.kernels.parallel.tp_load import TpLoadStep
+from workbench.kernels.rank.load_state import LoadState
+from workbench.kernels.rank.state import RankState
+from workbench.kernels.rank.targets import LAYERS
+from workbench.kernels.rank.weights import RankWeights
+from workbench.kernels.triton_compile import Job
+from workbench.model.config import BeamConfig
+
+
+def job(config: BeamConfig, world: int, batch: int, tp: int = 8, context: int = 4096) -> Job:
+    """What :func:`workbench.kernels.triton_compile.compile_in_child` takes."""
+    return Job(
+        name=f"decode step of {world} of {tp} ranks, batch {batch}, context {context}",
+        call=f"{__name__}:compile_step",
+        argument={
+            "config": config.to_dict(),
+            "world": world,
+            "batch": batch,
+            "tp": tp,
+            "context": context,
+        },
+    )
+
+
+def compile_step(argument: dict[str, Any]) -> None:
+    """Call the step of the last rank on tensors without memory, in the compiling child."""
+    config, world = BeamConfig.from_dict(argument["config"]), argument["world"]
+    layers = min(LAYERS, config.num_hidden_layers)
+    weights = RankWeights.random(config, argument["tp"], layers=layers, device="meta")
+    hidden, batch, context = weights.shapes.hidden, argument["batch"], argument["context"]
+    mailbox = Mailbox.virtual(world, hidden, weights.dtype, device="meta")[-1]
+    ranks = Ranks(rank=world - 1, world=world, device=weights.device, backend="none")
+    if batch == 1:
+        TpFusedStep(weights, RankState(weights, context), ranks, mailbox=mailbox)()
+        return
+    for two in (False, True):
+        state = LoadState(weights, [context] * batch)
+        TpLoadStep(weights, state, ranks, mailbox=mailbox, two=two)()
