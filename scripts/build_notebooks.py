@@ -16,7 +16,7 @@ import nbformat
 from nbclient import NotebookClient
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from notebook_guard import problems, strip_widgets
+from notebook_guard import problems, strip_repeats, strip_widgets
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 LANGUAGE = {"name": "python"}
@@ -38,6 +38,7 @@ def build(path: Path) -> list[str]:
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": LANGUAGE})
     content = json.loads(nbformat.writes(notebook))
     strip_widgets(content)
+    strip_repeats(content)
     for cell in content["cells"]:
         cell["metadata"].pop("execution", None)
     # The layout that Jupyter itself writes, so that a later save there changes nothing.

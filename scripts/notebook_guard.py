@@ -2,13 +2,16 @@
 
 `python scripts/notebook_guard.py PATH...` strips widget state (and the references to it, which
 JupyterLab shows as an error once the state is gone) and reports what it cannot repair; with
-`--check` it changes nothing and reports everything. All other outputs stay. A path may be a folder.
+`--check` it changes nothing and reports everything. All other outputs stay, without the text of a
+figure where it is there a second time, as HTML. A path may be a folder.
 """
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,27 @@ def strip_widgets(notebook: Notebook) -> bool:
     return changed
 
 
+def strip_repeats(notebook: Notebook) -> bool:
+    """Remove, in place, HTML that is nothing but the text beside it in a <pre>; True if any was.
+
+    A figure brings both; who shows no figure (a code host's preview) shows the one that is there.
+    """
+    changed = False
+    for _, cell in code_cells(notebook):
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            text, html = (_joined(data.get(kind)) for kind in ("text/plain", "text/html"))
+            found = re.fullmatch(r"<pre[^>]*>([^<]*)</pre>", html)
+            if found and unescape(found[1]) == text:
+                del data["text/html"]
+                changed = True
+    return changed
+
+
+def _joined(value: object) -> str:
+    return "".join(value) if isinstance(value, list) else value if isinstance(value, str) else ""
+
+
 def problems(notebook: Notebook, size: int) -> list[str]:
     """What keeps a notebook of `size` bytes from being committed, one sentence each."""
     found = []
@@ -77,14 +101,16 @@ def guard(path: Path, *, check: bool) -> list[str]:
     except json.JSONDecodeError as error:
         return [f"is not valid JSON: {error}"]
     found = []
-    if strip_widgets(notebook):
+    stripped = strip_widgets(notebook)
+    if stripped:
         if check:
             found.append(f"holds widget state: run python scripts/notebook_guard.py {path}")
         else:
-            # The layout that Jupyter itself writes, so that the next save changes nothing.
-            text = json.dumps(notebook, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
-            path.write_text(text, "utf-8")
             print(f"{path}: stripped widget state", file=sys.stderr)
+    if not check and strip_repeats(notebook) | stripped:
+        # The layout that Jupyter itself writes, so that the next save changes nothing.
+        text = json.dumps(notebook, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
+        path.write_text(text, "utf-8")
     return found + problems(notebook, len(text.encode("utf-8")))
 
 

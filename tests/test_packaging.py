@@ -333,8 +333,12 @@ def notebook(*outputs: dict[str, Any], text: str = "1 + 1") -> dict[str, Any]:
     return {"cells": [cell], "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
 
 
-def result(**data: str) -> dict[str, Any]:
-    mime = {"text": "text/plain", "view": "application/vnd.jupyter.widget-view+json"}
+def result(**data: Any) -> dict[str, Any]:
+    mime = {
+        "text": "text/plain",
+        "html": "text/html",
+        "view": "application/vnd.jupyter.widget-view+json",
+    }
     content = {mime[name]: value for name, value in data.items()}
     return {"output_type": "display_data", "metadata": {}, "data": content}
 
@@ -351,6 +355,27 @@ def test_guard_strips_widget_state_and_nothing_else(tmp_path: Path) -> None:
     assert guard.main([str(path)]) == 0
     assert json.loads(path.read_text("utf-8")) == notebook(kept, result(text="VBox()"))
     assert guard.main(["--check", str(tmp_path)]) == 0
+
+
+def test_guard_keeps_the_text_of_a_figure_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.ipynb"
+    text = ["a < b\n", "it's 2"]
+    again = '<pre style="line-height:1.35">a &lt; b\nit&#x27;s 2</pre>'
+
+    def shown(**html: Any) -> dict[str, Any]:
+        output = result(text="x", **html)
+        output["data"] |= {"text/plain": text, "application/vnd.plotly.v1+json": {"data": []}}
+        return output
+
+    other = shown(html="<pre>a &lt; b\nit's 3</pre>")
+    table = shown(html="<table><tr><td>a &lt; b\nit&#x27;s 2</td></tr></table>")
+    before = notebook(shown(html=again), shown(html=again.splitlines(keepends=True)), other, table)
+    path.write_text(json.dumps(before), "utf-8")
+    guard = load_script("notebook_guard")
+    assert guard.main(["--check", str(path)]) == 0
+    assert json.loads(path.read_text("utf-8")) == before
+    assert guard.main([str(path)]) == 0
+    assert json.loads(path.read_text("utf-8")) == notebook(shown(), shown(), other, table)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def counts(given: Sequence[str] | None, usual: int, option: str) -> list[int]:
     found: list[int] = []
     for part in (part.strip() for each in given or () for part in each.split(",")):
         # Digits alone, and not too many of them: int() takes underscores and seconds.
-        if not (part.isascii() and part.isdigit() and len(part) <= 12 and int(part) > 0):
+        if not (part.isascii() and part.isdigit() and len(part) <= 40 and int(part) > 0):
             raise typer.BadParameter(
                 f"{part[:40]!r} is not a whole number from 1 on.", param_hint=f"'{option}'"
             )

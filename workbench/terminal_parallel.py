@@ -14,7 +14,9 @@ _CALLS = {
     "torch_one_shot_us": "torch, one shot over symmetric memory",
     "exchange_us": "this workbench's exchange",
 }
-_EXCHANGES = {"nccl": "all-reduce", "boundary": "in the boundary"}
+_EXCHANGES = {
+    "nccl": "all-reduce", "boundary": "in the boundary", "products": "by the products"
+}  # fmt: skip
 _COLUMNS = ("variant", "exchange", "ms", "without", "comm.", "of floor", "max error")
 _LAYOUT_COLUMNS = (
     "layout", "pieces", "ms", "without", "comm.", "tokens/s", "of the rate", "kB sent a token",

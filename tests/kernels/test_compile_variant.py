@@ -92,6 +92,7 @@ def test_a_compiled_kernel_of_ones_own_is_checked_as_it_is_compiled(
     assert child(pytestconfig, WRONG).strip() == "refused,relative error"
 
 
+@pytest.mark.full
 def test_compile_passes_for_the_quick_operations(pytestconfig: pytest.Config) -> None:
     run(QUICK, pytestconfig)
 

@@ -101,6 +101,7 @@ def at_eight(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
     return compiled(wanted(8, [8]), tmp_path_factory.mktemp("triton"), 250)
 
 
+@pytest.mark.full
 def test_every_kernel_of_a_decode_step(at_eight: list[Compiled]) -> None:
     hold(at_eight, wanted(8, [8]))
 
@@ -141,6 +142,7 @@ def test_a_job_for_each_operation() -> None:
     json.dumps([job.argument for job in made])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_all_flavours_are_compiled(at_eight: list[Compiled], target: str) -> None:
     """Sliding and full layers, bfloat16 and float8 caches: other constants, or other types."""
@@ -207,6 +209,7 @@ def test_the_recorded_table_holds_every_operation(recorded: dict[str, Any]) -> N
         assert row["spill_bytes"] <= SPILLS.get((row["kernel"], row["target"], row["dtype"]), 0)
 
 
+@pytest.mark.full
 def test_the_recorded_kernels_are_those_of_today(
     recorded: dict[str, Any], at_eight: list[Compiled]
 ) -> None:

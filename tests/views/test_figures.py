@@ -300,6 +300,25 @@ def test_views_show_their_figure_or_their_page(lens: LogitLens, beam: Beam) -> N
     assert set(page) == {"text/plain", "text/html"}
 
 
+def test_a_bundle_keeps_of_the_template_what_its_figure_uses() -> None:
+    plain = theme.figure("a", "b", height=100, showlegend=False)
+    full = theme.figure("a", "b", height=100, margin={"l": 1, "r": 1, "t": 1, "b": 1})
+    full.add_annotation(text="c")
+    part = theme.figure("a", "b", height=100, margin={"l": 1})
+    one, other, third = (
+        View(figure=figure, text="")._repr_mimebundle_()[PLOTLY]["layout"]["template"]["layout"]
+        for figure in (plain, full, part)
+    )
+    # What nobody sees: buttons that are hidden, a legend and notes that are not there.
+    assert {*theme.TEMPLATE.layout.to_plotly_json()} - {*one} == {
+        "modebar", "annotationdefaults", "legend"
+    }  # fmt: skip
+    assert {*one} - {*other} == {"margin"}  # it has its own
+    assert {"annotationdefaults", "legend"} <= {*other}
+    assert "margin" in third
+    assert plain.layout.template.layout.modebar.color  # the figure itself is as it was
+
+
 def test_token_text_never_becomes_markup(beam: Beam, seen: Capture, lens: LogitLens) -> None:
     hostile = (*seen.tokens[:-1], HOSTILE)
     captured = replace(seen, tokens=hostile)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from workbench.model.beam import Beam
 from workbench.model.swap import Comparison, Side, compare
 from workbench.views import kernel_pages, kernel_rates
 from workbench.views.kernel_swap import swap_comparison
+from workbench.views.kernel_words import html_table
 from workbench.views.view import View
 
 HOSTILE = "<script>alert(1)</script>"
@@ -65,6 +67,31 @@ def test_the_table_says_what_differs_and_what_was_checked() -> None:
     assert lines[2].split()[:4] == ["boundary", "full", "vllm", "torch"]
     assert lines[2].endswith("no GPU")
     assert "1 of 2 lines not the reference" in (view.html or "")
+
+
+def test_a_table_says_little_a_cell_and_breaks_no_short_one() -> None:
+    head = ("name", "words", "more")
+    rows = [
+        ["a_name", "two words", ""],
+        ["b", "", "a sentence of more than a line"],
+    ]
+    html = html_table(head, [*rows, ["c", ("<b>", "red"), "x"]], mono=1)
+    cells = re.findall(r"<td([^>]*)>(.*?)</td>", html)
+    assert [text for _, text in cells] == [*rows[0], *rows[1], "c", "&lt;b&gt;", "x"]
+    style = {text: how for how, text in cells if text}
+    assert [how for how, text in cells if not text] == ["", ""]
+    for text in ("a_name", "b", "c"):
+        assert "font-family:var(--m)" in style[text]
+        assert "nowrap" not in style[text]  # one word has nowhere to break
+    assert "--m:var(--jp-code-font-family,monospace)" in html.partition("<tr")[0]
+    assert "--f:var(--jp-ui-font-color2,inherit)" in html.partition("<tr")[0]
+    assert "white-space:nowrap" in style["two words"]
+    assert "overflow-wrap:anywhere" in style[rows[1][2]]
+    assert "nowrap" not in style[rows[1][2]]
+    assert "color:red" in style["&lt;b&gt;"]
+    # Beside a cell of several lines the others stay at its top.
+    top = {text for text, how in style.items() if "vertical-align:top" in how}
+    assert top == {"b", rows[1][2]}
 
 
 def test_operations_have_the_bytes_and_times_worked_out_here() -> None:

@@ -172,6 +172,23 @@ def test_the_title_says_which_ranks_on_what_and_from_where_to_where(
     assert "all-reduce by gloo" in views.parallel_waterfall(on_cpu).text
 
 
+def test_a_figure_has_room_for_so_much_of_a_note_and_the_text_for_all(
+    document: dict[str, Any],
+) -> None:
+    long = "which make up a model; " + "every batch has experts of its own, " * 4 + "at last"
+    document["note"] = f"2 of 8 ranks; {long}; the end"
+    for view in (draw(document) for draw in VIEWS):
+        said = heading(view)
+        assert "2 of 8 ranks; which make up a model …" in said
+        assert "experts of its own" not in said
+        assert document["note"] in view.text
+        assert "make up a model" not in str(view.figure.data)  # said once, not in every hover
+    document["note"] = "x" * 200  # one clause: whole
+    assert "x" * 200 in views.parallel_calls(document).text
+    part = views.parallel_calls(document | {"layers": 8})
+    assert "TP8, 8 of 52 layers" in heading(part)
+
+
 def test_every_bar_says_its_source_and_exchange(document: dict[str, Any]) -> None:
     view = views.parallel_waterfall(document | {"how": "recorded"})
     names = [plain(text) for text in view.figure.layout.yaxis.ticktext]
@@ -179,7 +196,10 @@ def test_every_bar_says_its_source_and_exchange(document: dict[str, Any]) -> Non
     assert "recorded, all-reduce inside the boundary" in names[5]
     assert all("published, all-reduces included" in name for name in names[7:])
     hovers = " ".join(
-        text.replace("<br>", " ")
+        trace.hovertemplate.replace("%{hovertext}", text)
+        .replace("%{meta}", str(trace.meta))
+        .replace("<br>", " ")
+        .replace("<extra></extra>", "")
         for trace in view.figure.data
         if trace.type == "bar"
         for text in (trace.hovertext or ())
@@ -187,13 +207,26 @@ def test_every_bar_says_its_source_and_exchange(document: dict[str, Any]) -> Non
     assert "9.000 ms a step 7.500 ms without communication" in hovers
     assert "10th to 90th percentile 8.910 to 9.180" in hovers
     assert "8.950 ms a step published: GB200, TP8" in hovers
-    assert "NVIDIA H200" in hovers
+    assert hovers.count("NVIDIA H200") == 6  # each bar of ours
+    assert "None" not in hovers
+    assert hovers.count("inside the boundary; recorded on") == 1
     # The one legend entry is the communication's, and its pattern is no other bar's.
     shown = [t for t in view.figure.data if t.type == "bar" and t.showlegend is not False]
     assert [plain(t.name).partition(":")[0] for t in shown] == ["communication"]
     patterns = [t.marker.pattern.shape for t in view.figure.data if t.type == "bar"]
     assert patterns.count("+") == 1
     assert len(set(patterns)) > 3
+
+
+def test_products_that_send_are_a_step_of_their_own(document: dict[str, Any]) -> None:
+    sent = variant("fused chain, products send", 2.25, 2.0, exchange="products")
+    document["runs"][0]["variants"]["fused_products"] = sent
+    view = views.parallel_waterfall(document)
+    names = [plain(text) for text in view.figure.layout.yaxis.ticktext]
+    assert "measured here, all-reduce sent by the products" in names[6]
+    found = segments(view)
+    assert sorted(found[6])[0][2] == sorted(found[5])[0][2]  # of the same kind as the boundary's
+    assert sorted(found[6])[0][2] != sorted(found[3])[0][2]  # and no chain of operations
 
 
 def test_the_text_says_the_same(document: dict[str, Any]) -> None:
@@ -258,12 +291,18 @@ def test_steps_by_batch_and_context(document: dict[str, Any]) -> None:
              for t in view.figure.data}  # fmt: skip
     short, long = "4,096 tokens of context", "100,000 tokens of context"
     assert found[short, "solid", short] == ([1, 32], [2.5, 18.0])
-    assert found[f"{short}, without all-reduces", "dash", short] == ([1, 32], [2.0, 16.0])
+    without = f"{short}, without all-reduces"
+    assert found[without, "dash", without] == ([1, 32], [2.0, 16.0])
     assert found["floor", "dot", f"floor, {short}"] == ([1, 32], [1.5, 11.0])
     assert found[long, "solid", long] == ([1], [3.5])
     assert "batch     1     2.50 ms  without all-reduces    2.00 ms  communication 0.50 ms  floor "\
         "1.50 ms  (fused chain, exchange in it)" in view.text  # fmt: skip
-    assert view.figure.layout.yaxis.range[1] > 18.0
+    assert view.figure.layout.yaxis.type == "log"
+    low, high = (10**end for end in view.figure.layout.yaxis.range)
+    assert low < 1.5 < 18.0 < high
+    ranks = {plain(t.name): t.legendrank for t in view.figure.data}
+    assert ranks["floor"] > 1000  # at the end
+    assert set(ranks.values()) == {None, ranks["floor"]}
     more = views.parallel_load(document | {"left_out": {"batch 99, context 7": "it is too large"}})
     assert "left out, the text says why: batch 99, context 7" in heading(more)
     assert "left out: batch 99, context 7: it is too large" in more.text
@@ -292,8 +331,11 @@ def test_a_prefill_by_its_layout() -> None:
         ["2,500", "−20", "26,214", "50%"],
     ]
     names = [plain(text) for text in view.figure.layout.yaxis.ticktext]
-    assert "tensor parallel measured here" in names[0]
-    assert "beside products" in names[1]
+    assert names[0] == "tensor parallel (tp) measured here"
+    assert names[1] == "tensor parallel (tp) measured here, in overlapping pieces"
+    assert names[2] == "attention data-parallel, experts whole (ep) measured here"
+    lines = [line for line in view.text.splitlines() if line.startswith("tensor parallel (tp)")]
+    assert ["in overlapping pieces" in line for line in lines] == [False, True]
     assert "there is none" in names[3]
     assert "tokens/s of ep over tp: 1.44" in view.text
     wrong = prefill()

@@ -24,6 +24,7 @@ from workbench.views.kernel_switch import OPS, Job, Switch
 from workbench.views.kernel_words import BAD, FAINT, choices, html_table
 from workbench.views.numbers import plural
 from workbench.views.page import box
+from workbench.views.view import preformatted
 
 if TYPE_CHECKING:
     from workbench.model.beam import Beam
@@ -323,12 +324,7 @@ class Switchboard(Dashboard):
         return "\n".join(lines)
 
     def _static_html(self) -> str:
-        return box(
-            self._table(self.switch.rows()),
-            f"font-family:{theme.SANS}",
-            "padding:10px 4px",
-            "line-height:1.4",
-        )
+        return preformatted(self.text)  # the table as a page is what kernel_table shows
 
 
 # A cell may register a variant or select one: boards show it once the cell has run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from html import escape
 
@@ -20,6 +21,10 @@ GOOD, BAD, FAINT = (
 
 Cell = str | tuple[str, str]  # text, or text and a colour
 _SHORT = 26  # letters up to which a cell stays one line
+_WORD = re.compile(r"\w+")
+_MONO = "var(--jp-code-font-family,monospace)"
+# What most cells name, said once on the table: a saved notebook keeps every letter.
+_USED = {_MONO: "var(--m)", FAINT: "var(--f)"}
 NOT_CHECKED = "not checked here"
 
 
@@ -60,40 +65,48 @@ def html_table(
     The columns counted in ``numbers`` end at their right edge. A ``steady`` table has the width of
     the page, and its last column what the others leave: a sentence there moves none of them.
     """
-    line = ("background:transparent", f"border-bottom:1px solid {theme.LINE}")
+    line = ("background:none", f"border-bottom:1px solid {theme.LINE}")
     last = len(head) - 1
 
     def cell(place: int) -> list[str]:
         side = "right" if place in numbers else "left"
         fill = ["width:99%"] if steady and place == last else []
-        return ["padding:3px 14px 3px 0", f"text-align:{side}", "vertical-align:top", *fill]
+        return ["padding:3px 14px 3px 0", f"text-align:{side}", *fill]
 
     top = "".join(
         box(
             escape(word),
             *cell(place),
-            *("white-space:nowrap", "font-weight:400", f"color:{FAINT}"),
+            *("white-space:nowrap", "font-weight:400", f"color:{_USED[FAINT]}"),
             tag="th",
         )
         for place, word in enumerate(head)
     )
     body = box(top, *line, tag="tr")
     for row in rows:
+        pairs = [one if isinstance(one, tuple) else (one, "") for one in row]
+        tall = any(len(text) > _SHORT or "\n" in text for text, _ in pairs)
         cells = ""
-        for place, one in enumerate(row):
-            text, color = one if isinstance(one, tuple) else (one, "")
+        for place, (text, color) in enumerate(pairs):
+            if not text:
+                cells += "<td></td>"
+                continue
             styles = cell(place)
-            styles += [f"color:{color}"] if color else []
-            styles += ["white-space:nowrap"] if len(text) <= _SHORT else []
-            styles += ["font-family:var(--jp-code-font-family,monospace)"] if place < mono else []
+            styles += ["vertical-align:top"] if tall else []
+            styles += [f"color:{_USED.get(color, color)}"] if color else []
+            if len(text) > _SHORT:
+                styles += ["overflow-wrap:anywhere"]
+            elif not _WORD.fullmatch(text):  # one word breaks nowhere
+                styles += ["white-space:nowrap"]
+            styles += [f"font-family:{_USED[_MONO]}"] if place < mono else []
             cells += box(escape(text).replace("\n", "<br>"), *styles, tag="td")
         body += box(cells, *line, tag="tr")
     table = box(
         body,
+        *(f"{name.removeprefix('var(').removesuffix(')')}:{long}" for long, name in _USED.items()),
         "border-collapse:collapse",
         f"font-size:{theme.TEXT}px",
         "margin:0",
-        "overflow-wrap:anywhere",
         *(["width:100%"] if steady else []),
         tag="table",
     )

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from workbench.errors import WorkbenchError
 from workbench.views import theme
 from workbench.views.numbers import signed
-from workbench.views.parallel_documents import checked, described, group, runs
+from workbench.views.parallel_documents import NOTE, checked, described, group, runs
 from workbench.views.rank_rows import timed
 from workbench.views.view import View
 
@@ -59,7 +59,9 @@ def parallel_calls(document: Mapping[str, Any]) -> View:
         )
     fig = theme.figure(
         f"One all-reduce, {group(document)}",
-        described(document, "a call inside a CUDA graph" * (document.get("device") == "cuda")),
+        described(
+            document, "a call inside a CUDA graph" * (document.get("device") == "cuda"), note=NOTE
+        ),
         height=_HEIGHT, legend_under_title=True, margin=_MARGIN | {"t": _TOP},
     )  # fmt: skip
     for field, points in ways.items():
@@ -75,15 +77,10 @@ def parallel_calls(document: Mapping[str, Any]) -> View:
         )  # fmt: skip
     every = [row["rows"] for row in rows]
     times = [value for points in ways.values() for value in points.values()]
-    low, high = min(times) / 1.3, max(times) * 1.3
-    steps = [each for ten in range(-3, 7) for each in (10.0**ten, 2 * 10.0**ten, 5 * 10.0**ten)]
-    ticks = [each for each in steps if low <= each <= high] or [min(times)]
     fig.update_layout(
         xaxis=_logarithmic(every, "rows of the all-reduce (tokens in flight)"),
-        yaxis={"type": "log", "range": [log10(low), log10(high)], "fixedrange": True,
-               "tickvals": ticks, "ticktext": [f"{each:g}" for each in ticks],
-               "title": {"text": theme.ink("µs a call")}},
-    )  # fmt: skip
+        yaxis=_spent(times, "µs a call"),
+    )
     wide = max(len(_WAYS[field][0]) for field in ways)
     lines = [described(document), f"{'µs a call, by rows':<{wide}} " + _cells(every, ",")]
     for field, points in ways.items():
@@ -95,9 +92,10 @@ def parallel_calls(document: Mapping[str, Any]) -> View:
 def parallel_load(document: Mapping[str, Any]) -> View:
     """Milliseconds of the fastest step by batch, a line a context, with and without all-reduces.
 
-    ``document`` is what ``workbench bench decode --gpus N`` writes, or ``recorded_group()``. Which
-    step is the fastest may differ from point to point; the hover and the text name it. Without:
-    the one-rank step of the same stage, all ranks at once. The floor is that of one rank's bytes.
+    ``document`` is what ``workbench bench decode --gpus N`` writes, or ``recorded_group()``. Both
+    axes are logarithmic. Which step is the fastest may differ from point to point; the hover and
+    the text name it. Without: the one-rank step of the same stage, all ranks at once. The floor is
+    that of one rank's bytes.
 
     Raises:
         WorkbenchError: nothing was timed, or a field is not what it has to be.
@@ -118,23 +116,22 @@ def parallel_load(document: Mapping[str, Any]) -> View:
     absent = f"left out, the text says why: {absent}" if absent else ""
     fig = theme.figure(
         f"The fastest decode step by batch, {group(document)}",
-        described(document, "dotted: one rank's bytes over the bandwidth", absent),
+        described(document, "dotted: one rank's bytes over the bandwidth", absent, note=NOTE),
         height=_HEIGHT + _LEGEND * (2 * len(found) - 2), legend_under_title=True,
         margin=_MARGIN | {"t": _TOP + _LEGEND * (2 * len(found) - 2)},
     )  # fmt: skip
-    most = 0.0
+    times: list[float] = []
     for place, (context, points) in enumerate(sorted(found.items())):
         points.sort(key=lambda point: point[0])
         look = _CONTEXTS[place % len(_CONTEXTS)]
         for trace in _lines(context, points, look, floor_named=place == 0):
             fig.add_trace(trace)
-        most = max([most, *(float(row["milliseconds"]) for _, _, row, _ in points)])
+            times += trace.y.tolist()
     batches = sorted({batch for points in found.values() for batch, *_ in points})
+    # A share of communication has one height at every batch.
     fig.update_layout(
-        xaxis=_logarithmic(batches, "sequences in the batch"),
-        yaxis={"range": [0, most * 1.12], "fixedrange": True,
-               "title": {"text": theme.ink("ms a step")}},
-    )  # fmt: skip
+        xaxis=_logarithmic(batches, "sequences in the batch"), yaxis=_spent(times, "ms a step")
+    )
     return View(figure=fig, text=_said(document, found))
 
 
@@ -154,9 +151,8 @@ def _lines(
         for batch, name, row, floor in points:
             value = floor
             if kind != "floor":
-                title = str(row.get("title", name))
                 value = row["milliseconds"] if kind == "with" else _without(row)
-                name = title if kind == "with" else f"{title}, without all-reduces"
+                name = str(row.get("title", name))
             if value is not None:
                 some.append((batch, float(value), theme.plain(name)))
         if not some:
@@ -170,12 +166,13 @@ def _lines(
                 y=np.array([value for _, value, _ in some], np.float32),
                 name=theme.ink(label), mode="lines+markers", cliponaxis=False,
                 showlegend=kind != "floor" or floor_named,
+                legendrank=1001 if kind == "floor" else None,  # behind all others
                 line={"color": color, "dash": dash, "width": 1.5 if kind == "floor" else 2},
                 marker={"symbol": mark, "size": 9} | ({} if kind == "with" else _THICK),
-                customdata=[name for *_, name in some] if kind != "floor" else None,
-                meta=f"floor, {named}" if kind == "floor" else named,
+                customdata=[name for *_, name in some] if kind == "with" else None,
+                meta=f"floor, {named}" if kind == "floor" else label,
                 hovertemplate="%{meta}, batch %{x:,}: %{y:.2f} ms"
-                + ("" if kind == "floor" else "<br>%{customdata}") + "<extra></extra>",
+                + "<br>%{customdata}" * (kind == "with") + "<extra></extra>",
             )
         )  # fmt: skip
     return made
@@ -218,6 +215,15 @@ def _logarithmic(counts: Sequence[int], title: str) -> dict[str, Any]:
             kept.append(count)
     return {"type": "log", "range": [low - pad, high + pad], "fixedrange": True,
             "tickvals": kept, "ticktext": [f"{count:,}" for count in kept],
+            "title": {"text": theme.ink(title)}}  # fmt: skip
+
+
+def _spent(times: Sequence[float], title: str) -> dict[str, Any]:
+    low, high = min(times) / 1.3, max(times) * 1.3
+    steps = [each for ten in range(-3, 7) for each in (10.0**ten, 2 * 10.0**ten, 5 * 10.0**ten)]
+    ticks = [each for each in steps if low <= each <= high] or [min(times)]
+    return {"type": "log", "range": [log10(low), log10(high)], "fixedrange": True,
+            "tickvals": ticks, "ticktext": [f"{each:g}" for each in ticks],
             "title": {"text": theme.ink(title)}}  # fmt: skip
 
 

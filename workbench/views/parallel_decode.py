@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from workbench.views import theme
 from workbench.views.numbers import signed
-from workbench.views.parallel_documents import checked, described, group, run_of, taken
+from workbench.views.parallel_documents import NOTE, checked, described, group, run_of, taken
 from workbench.views.rank_decode import _ground, _line, times
 from workbench.views.rank_layout import Places, draw, places, size
 from workbench.views.rank_rows import APART, LOOKS, Row, look, other_rows, reason, timed
@@ -19,9 +19,10 @@ from workbench.views.view import View
 
 COMMUNICATION, PATTERN = theme.FULL, "+"
 EXCHANGES = {"nccl": "all-reduce by NCCL", "gloo": "all-reduce by gloo",
-             "boundary": "all-reduce inside the boundary"}  # fmt: skip
+             "boundary": "all-reduce inside the boundary",
+             "products": "all-reduce sent by the products"}  # fmt: skip
 # Steps of their own, which no chain of operations is.
-_WHOLE = ("fused", "fused_pdl", "load", "fused_boundary", "load_boundary")
+_WHOLE = ("fused", "fused_pdl", "load", "fused_boundary", "fused_products", "load_boundary")
 _HEAD, _ROOM, _LEGEND = 38, 1.04, 24  # px, of the longest bar, px
 _TITLE = "ms a step"
 _LESS = "communication: the step with all-reduces less the one without"
@@ -56,7 +57,7 @@ def parallel_waterfall(document: Mapping[str, Any], batch: int = 1, context: int
     at = f"batch {batch}, context {context:,}"
     fig = theme.figure(
         _title(document, rows),
-        described(document, at, *remarks),
+        described(document, at, *remarks, note=NOTE),
         legend_under_title=True,
         **layout,
     )
@@ -83,7 +84,7 @@ def _rows(
     """The bars, and the milliseconds of each that are communication (None: nobody knows)."""
     rows: list[Row] = []
     parts: list[float | None] = []
-    whence = taken(document)
+    whence = taken(document, 0)  # the note stands above all bars
     how = str(document.get("how", "measured here"))
     for name, row in run["variants"].items():
         right = timed(row)
@@ -168,11 +169,21 @@ def say(
         for kind in LOOKS
     ]
     for trace, mine in zip(drawn, filter(None, order), strict=True):
+        whence = {_lines(rows[i].whence) for i in mine}
+        shared = whence.pop() if len(whence) == 1 else None  # said once: a notebook keeps it all
         trace.update(
-            showlegend=False, customdata=None, meta=None,
-            hovertext=[_hover(rows[i], parts[i], unit, spread) for i in mine],
-            hovertemplate="%{hovertext}<extra></extra>",
+            showlegend=False, customdata=None, meta=shared,
+            hovertext=[
+                _hover(rows[i], parts[i], unit, spread)
+                + ("" if shared else f"<br>{_lines(rows[i].whence)}")
+                for i in mine
+            ],
+            hovertemplate="%{hovertext}" + "<br>%{meta}" * bool(shared) + "<extra></extra>",
         )  # fmt: skip
+
+
+def _lines(whence: str) -> str:
+    return "<br>".join(map(theme.plain, theme.folded(whence, 64)))
 
 
 def _hover(row: Row, part: float | None, unit: str, spread: str) -> str:
@@ -182,8 +193,7 @@ def _hover(row: Row, part: float | None, unit: str, spread: str) -> str:
         said.append(f"{whole - part:.3f} ms without communication")
     if row.low is not None and row.high is not None:
         said.append(f"{spread} {row.low:.3f} to {row.high:.3f}")
-    lines = [*said, *theme.folded(row.whence, 64)]
-    return "<br>".join(map(theme.plain, lines))
+    return "<br>".join(map(theme.plain, said))
 
 
 def _text(

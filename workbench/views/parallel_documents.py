@@ -14,6 +14,7 @@ from workbench.views.rank_documents import _count, _list, _mapping, _number, _te
 
 SCHEMA = "workbench-parallel-decode/1"
 PREFILL_SCHEMA = "workbench-parallel-prefill/1"
+NOTE = 160  # letters of a document's note that a figure has room for; the text has it whole
 CALLS = ("nccl_us", "torch_one_shot_us", "exchange_us")
 _COUNTS = ("gpus", "tp", "layers", "of_layers")
 _TEXTS = ("model", "dtype", "device", "backend", "hardware", "date", "how", "note")
@@ -161,27 +162,49 @@ def group(document: Mapping[str, Any]) -> str:
     return f"{part} on {hardware(document)}"
 
 
-def taken(document: Mapping[str, Any]) -> str:
-    """How, on what, with which versions and when; then what the document says of the ranks."""
+def taken(document: Mapping[str, Any], note: int | None = None) -> str:
+    """How, on what, with which versions and when; then what the document says of the ranks.
+
+    ``note`` is how many letters of that there is room for: what does not fit ends with a clause
+    and an ellipsis, 0 leaves all of it out. By default it is whole.
+    """
     versions = document.get("versions") or {}
     used = [f"{k} {versions[k]}" for k in ("torch", "triton", "nccl") if versions.get(k)]
     on = f"{document.get('how', 'measured here')} on {hardware(document)}"
     found = ", ".join([on, *used, str(document.get("date", "date unknown"))])
-    return "; ".join(filter(None, (found, str(document.get("note", "")))))
+    return "; ".join(filter(None, (found, _shortened(str(document.get("note", "")), note))))
 
 
-def described(document: Mapping[str, Any], *remarks: str) -> str:
-    """A subtitle: which model, where the times are from, what else has to be known."""
-    layers = document.get("layers")
+def _shortened(note: str, room: int | None) -> str:
+    if room is None or len(note) <= room:
+        return note
+    kept = ""
+    for clause in note.split("; "):
+        longer = f"{kept}; {clause}" if kept else clause
+        if kept and len(longer) > room:
+            break
+        kept = longer
+    return f"{kept} …" if room else ""
+
+
+def described(document: Mapping[str, Any], *remarks: str, note: int | None = None) -> str:
+    """A subtitle: which model, where the times are from, what else has to be known.
+
+    ``note`` is that of :func:`taken`.
+    """
+    layers, of_layers = document.get("layers"), document.get("of_layers")
+    depth = plural(layers, "layer") if layers else ""
+    if layers and of_layers and layers < of_layers:
+        depth = f"{layers} of {plural(of_layers, 'layer')}"
     what = ", ".join(
         filter(
             None,
             [
                 str(document.get("model") or "a model"),
                 f"TP{document['tp']}",
-                plural(layers, "layer") if layers else "",
+                depth,
                 str(document.get("dtype", "")),
             ],
         )
     )
-    return " · ".join(filter(None, (what, taken(document), *remarks)))
+    return " · ".join(filter(None, (what, taken(document, note), *remarks)))

@@ -9,13 +9,14 @@ from workbench.errors import WorkbenchError
 from workbench.views import theme
 from workbench.views.numbers import plural, signed
 from workbench.views.parallel_decode import begins, communication, say
-from workbench.views.parallel_documents import checked_prefill, described, group, taken
+from workbench.views.parallel_documents import NOTE, checked_prefill, described, group, taken
 from workbench.views.rank_layout import draw, places, size
 from workbench.views.rank_rows import Row
 from workbench.views.view import View
 
 _HEAD, _ROOM, _LEGEND = 24, 1.04, 24
 _TITLE = "ms for all sequences"
+_BESIDE = "in overlapping pieces"
 _LESS = "communication: the prefill less the same without it"
 
 
@@ -44,7 +45,7 @@ def parallel_prefill(document: Mapping[str, Any]) -> View:
     beside = "" if ratio is None else f"tokens/s of ep over tp: {ratio:.2f}"
     fig = theme.figure(
         f"Prefill by layout, {group(document)}",
-        described(document, _sizes(document), beside, *_published(document)),
+        described(document, _sizes(document), beside, *_published(document), note=NOTE),
         legend_under_title=True,
         **layout,
     )
@@ -69,7 +70,7 @@ def _rows(
     rows: list[Row] = []
     parts: list[float | None] = []
     speeds: list[float | None] = []
-    how, whence = str(document.get("how", "measured here")), taken(document)
+    how, whence = str(document.get("how", "measured here")), taken(document, 0)
     for name, one in (document.get("layouts") or {}).items():
         title = str(one.get("title", name))
         if not one.get("passed") or not one.get("runs"):
@@ -81,10 +82,10 @@ def _rows(
             speeds.append(None)
             continue
         for run in one["runs"]:
-            pieces = "" if run["overlap"] == 1 else ", communication beside products"
+            said = how if run["overlap"] == 1 else f"{how}, {_BESIDE}"
             rows.append(
                 Row(
-                    name=title.partition(":")[0] + pieces, look="start", source=how,
+                    name=f"{title.partition(':')[0]} ({name})", look="start", source=said,
                     whence=whence, milliseconds=run["milliseconds"],
                     low=run.get("low"), high=run.get("high"), of_floor=run.get("fraction_of_peak"),
                 )
@@ -118,15 +119,16 @@ def _text(
     document: Mapping[str, Any], rows: Sequence[Row], parts: Sequence[float | None],
     speeds: Sequence[float | None],
 ) -> str:  # fmt: skip
-    wide = max(len(row.name) for row in rows)
+    names = [row.name + f", {_BESIDE}" * row.source.endswith(_BESIDE) for row in rows]
+    wide = max(map(len, names))
     lines = [described(document, _sizes(document))]
-    for row, part, speed in zip(rows, parts, speeds, strict=True):
+    for name, row, part, speed in zip(names, rows, parts, speeds, strict=True):
         said = row.why
         if row.milliseconds is not None and speed is not None:
             comm = "" if part is None else f"communication {signed(part, 1).lstrip('+')} ms"
             of_rate = "" if not row.of_floor else f"{row.of_floor:.0%} of the matrix rate"
             said = f"{row.milliseconds:9,.1f} ms  {comm:<24} {speed:9,.0f} tokens/s  {of_rate}"
-        lines.append(f"{row.name:<{wide}} {said}".rstrip())
+        lines.append(f"{name:<{wide}} {said}".rstrip())
     if document.get("ratio") is not None:
         lines.append(f"tokens/s of ep over tp: {document['ratio']:.2f}")
     return "\n".join([*lines, *_published(document)])

@@ -39,7 +39,21 @@ class View:
             return {"text/plain": self.text, "text/html": self.html}
         data = json.loads(self.figure.to_json())
         data["config"] = dict(theme.CONFIG)
+        _lean(data["layout"])
         return {"text/plain": self.text, "text/html": preformatted(self.text), PLOTLY: data}
+
+
+def _lean(layout: dict[str, Any]) -> None:
+    """Take out of the template what this figure has no use for: a saved notebook keeps it all."""
+    usual = layout.get("template", {}).get("layout", {})
+    if not theme.CONFIG["displayModeBar"]:
+        usual.pop("modebar", None)
+    if not layout.get("annotations"):
+        usual.pop("annotationdefaults", None)
+    if layout.get("showlegend") is False:
+        usual.pop("legend", None)
+    if {"l", "r", "t", "b"} <= {*layout.get("margin", {})}:
+        usual.pop("margin", None)
 
 
 def preformatted(text: str) -> str:

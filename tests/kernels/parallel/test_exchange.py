@@ -6,6 +6,7 @@ ranks are streams of one process.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from workbench.errors import KernelError
 from workbench.kernels import registry
-from workbench.kernels.parallel.mailbox import Mailbox, words_of
+from workbench.kernels.parallel.mailbox import PATIENCE, Mailbox, words_of
 from workbench.kernels.parallel.ranks import Ranks
 from workbench.kernels.parallel.targets import job
 from workbench.kernels.parallel.tp_chain import TpRankStep
@@ -78,6 +79,11 @@ def steps(ranks: Ranks, forms: list[Any]) -> dict[str, Any]:
             step = TpRankStep(weights, state, ranks, {"reduced_boundary": exchange}, mailbox=box)
         elif kind == "fused":
             step = TpFusedStep(weights, state, ranks, exchange=exchange, mailbox=box)
+            if exchange == "products":  # full layers whose parts are merged by their own kernel
+                config = dataclasses.replace(step.config, sliding_splits=1)
+                step = TpFusedStep(
+                    weights, state, ranks, exchange=exchange, mailbox=box, config=config
+                )
         else:
             load = LoadState.over(state, weights)
             step = TpLoadStep(weights, load, ranks, exchange=exchange, mailbox=box, two=two)
@@ -98,6 +104,27 @@ def all_of_it(ranks: Ranks, forms: list[Any]) -> dict[str, Any]:
     sums(ranks, torch.bfloat16, 80)
     sums(ranks, torch.float32, 48)
     return steps(ranks, forms)
+
+
+def both_ways(ranks: Ranks) -> list[Any]:
+    """BF16: whether products that send give the bits that the boundary's kernel sends for them."""
+    from workbench.kernels.parallel.tp_fused import TpFusedStep
+
+    found = []
+    for exchange in ("boundary", "products"):
+        weights, state = rank_of(whole_model(dtype=torch.bfloat16), ranks.rank, ranks.world)
+        box = Mailbox.open(ranks, weights.shapes.hidden, torch.bfloat16, rows=2)
+        step = TpFusedStep(weights, state, ranks, exchange=exchange, mailbox=box)
+        rows = []
+        for _ in range(2):
+            step()
+            rows.append((state.logits.tolist(), state.token.tolist()))
+        step.check()
+        assert int(box.count) == 2 * 2 * (len(weights.layers) + 1)
+        assert step._attended.any() == step._moved.any() == (exchange == "boundary")
+        found.append((rows, whole_stream(step).tolist()))
+    assert found[0] == found[1]
+    return found[1][0]
 
 
 def one_silent(ranks: Ranks) -> str:
@@ -139,15 +166,109 @@ def hold(found: list[Any]) -> None:
 @runs
 def test_processes_exchange_and_decode(together: Callable[..., list[Any]]) -> None:
     before = set(Path("/dev/shm").glob("workbench-mailbox-*"))
-    hold(together(2, all_of_it, [("chain", "exchange", None, 1), ("fused", "boundary", None, 1)]))
+    hold(together(2, all_of_it, [("chain", "exchange", None, 1), ("fused", "products", None, 1)]))
     assert set(Path("/dev/shm").glob("workbench-mailbox-*")) <= before, "an inbox was left behind"
 
 
 @runs
 @pytest.mark.full
 def test_every_form_decodes(together: Callable[..., list[Any]]) -> None:
-    forms = [("chain", "nccl", None, 1), ("fused", "nccl", None, 1), ("chain", "exchange", None, 3)]
+    forms = [("chain", "nccl", None, 1), ("fused", "nccl", None, 1), ("chain", "exchange", None, 3),
+             ("fused", "boundary", None, 1)]  # fmt: skip
     hold(together(2, all_of_it, [*forms, *(("load", *form, 3) for form in FORMS)]))
+
+
+@runs
+@pytest.mark.full
+def test_products_that_send_change_no_bit(together: Callable[..., list[Any]]) -> None:
+    found = together(2, both_ways)
+    assert [token for _, token in found[0]] == [token for _, token in found[1]]
+    assert found[0] != found[1], "each rank has logits of its own"
+
+
+def in_slot(box: Mailbox, number: int, dtype: torch.dtype) -> Tensor:
+    """What an inbox holds of exchange ``number``: the first row ``[world, H]`` of each rank."""
+    size = 2 * box.world * box.rows * box.words
+    words = box.inbox[:size].view(2, box.world, box.rows, box.words)[number % 2]
+    assert torch.equal(words[:, 0] >> 32, torch.full_like(words[:, 0], number))
+    assert not words[:, 1:].any()
+    return words[:, 0].to(torch.int32).contiguous().view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=runs), pytest.param("cuda", marks=gpu)]
+)
+def test_products_send_their_rows_to_all(dtype: torch.dtype, device: str) -> None:
+    """Three ranks one after the other: all of them send, then each receives.
+
+    Small whole numbers, so that every sum is exact and its one rounding known.
+    """
+    from workbench.kernels.parallel import triton_exchange as tx
+    from workbench.kernels.parallel import triton_push as push
+
+    world, hidden, tile, dependent = 3, 80, (32, 4), False
+    random = torch.Generator().manual_seed(5)
+
+    def whole(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.randint(-9, 10, shape, generator=random).to(device, kind)
+
+    boxes = Mailbox.virtual(world, hidden, dtype, rows=2, device=device)
+    for box in boxes:
+        box.count.fill_(6)
+    x, matrix = [whole(40) for _ in boxes], [whole(hidden, 40) for _ in boxes]
+    merged = [2 * whole(2, 3, 16, kind=torch.float32) for _ in boxes]
+    projection = [whole(hidden, 48) for _ in boxes]
+    act, down = [whole(2, 40) for _ in boxes], [whole(5, hidden, 40) for _ in boxes]
+    ids = torch.tensor([[4, 1], [0, 4], [3, 2]], device=device)
+    shares = torch.tensor([0.5, 0.25], device=device)
+    none = torch.zeros(48, device=device, dtype=dtype)
+    # A gate of 0 is a half, two parts of equal weight their mean.
+    o = [(each.double().mean(0) / 2).flatten() for each in merged]
+    wanted = [
+        [m.double() @ v.double() for m, v in zip(matrix, x, strict=True)],
+        [m.double() @ v for m, v in zip(projection, o, strict=True)],
+        [
+            (shares.double()[:, None] * torch.einsum("ehk,ek->eh", d[at].double(), a.double()))
+            .sum(0).to(dtype).double() * 2
+            for d, a, at in zip(down, act, ids, strict=True)
+        ],
+    ]  # fmt: skip
+    for call, each in enumerate(wanted, 1):
+        for r, box in enumerate(boxes):
+            if call == 1:
+                push.launch_matvec(box, call, x[r], matrix[r], tile, dependent)
+            elif call == 2:
+                push.launch_o_proj(
+                    box, call, merged[r], torch.zeros(2, 3, device=device), none, none[:3],
+                    projection[r], tile, dependent,
+                )  # fmt: skip
+            else:
+                push.launch_experts_down(
+                    box, call, act[r], down[r], ids[r], shares, 2.0, tile, dependent
+                )
+        parts = torch.stack(each).to(dtype)
+        exact = dtype == torch.float32 or call == 3  # there the wanted is rounded by now
+        assert torch.equal(parts.double(), torch.stack(each)) == exact
+        got = []
+        for box in boxes:
+            assert torch.equal(in_slot(box, 6 + call + 1, dtype), parts)
+            stream, out = whole(1, hidden), whole(1, hidden)
+            h = torch.arange(hidden, device=device, dtype=dtype)[None] / 16
+            post = following = torch.ones(hidden, device=device, dtype=dtype)
+            tx.launch_exchange(
+                box, call, h, torch.full_like(h, math.nan), None, 1, post, following, stream, out,
+                (0.5, 0.75), 1e-6, two=False, pushed=True,
+            )  # fmt: skip
+            got.append((stream, out))
+            box.check()
+        summed = parts.float().sum(0, keepdim=True).to(dtype)
+        for have, want in zip(
+            got[0], boundary(h, summed, post, (0.5, 0.75), following, 1e-6), strict=True
+        ):
+            apart = (have.double() - want.double()).norm() / want.double().norm()
+            assert apart < torch.finfo(dtype).eps
+        assert all(torch.equal(a, b) for one in got[1:] for a, b in zip(one, got[0], strict=True))
 
 
 @runs
@@ -190,26 +311,52 @@ def test_owners_take_over_where_one_shot_receives_more() -> None:
 @pytest.mark.parametrize(
     ("wrong", "wanted"),
     [
-        ("elsewhere", "they have nccl and boundary"),
-        ("without", "Mailbox"),
+        ("elsewhere", "it has nccl, boundary and products"),
+        ("without", "exchange boundary needs memory"),
+        ("without products", "exchange products needs memory"),
         ("norm", "leave norm_in_qkvg and norm_in_router out"),
+        ("o_proj", r"cannot own 1 of them: give o_proj=\(2, 8\)"),
+        ("down", r"give down=\(2, 8\)"),
+        ("fp8_down", r"give fp8_down=\(2, 8\)"),
+        ("dense_down", r"give dense_down=\(2, 8\)"),
     ],
 )
 def test_what_cannot_be_exchanged_is_refused(wrong: str, wanted: str) -> None:
     tp_fused = pytest.importorskip("workbench.kernels.parallel.tp_fused")
     from workbench.kernels.rank.fused_config import FusedConfig
 
-    weights, state = whole_model()
+    weights, state = whole_model(dtype=torch.bfloat16)
     ranks = Ranks(rank=0, world=1, device=torch.device("cpu"), backend="none")
     how: dict[str, Any] = {"exchange": "nccl"}
     if wrong == "elsewhere":
         how["exchange"] = "post"
-    if wrong == "without":
+    elif wrong == "without":
         how["exchange"] = "boundary"
-    if wrong == "norm":
+    elif wrong == "without products":
+        how["exchange"] = "products"
+    elif wrong == "norm":
         how["config"] = FusedConfig(norm_in_router=True)
+    else:
+        sizes: dict[str, Any] = {wrong: (1, 8)}
+        how["config"] = FusedConfig(**sizes)
+        tp_fused.TpFusedStep(weights, state, ranks, **how)  # nothing is sent by its products
+        how |= {"exchange": "products", "mailbox": Mailbox.open(ranks, weights.shapes.hidden)}
+        # A word holds one value of float32.
+        single = whole_model()
+        tp_fused.TpFusedStep(*single, ranks, **how)
     with pytest.raises(KernelError, match=wanted):
         tp_fused.TpFusedStep(weights, state, ranks, **how)
+
+
+def test_the_step_of_many_rows_has_no_products_that_send() -> None:
+    tp_load = pytest.importorskip("workbench.kernels.parallel.tp_load")
+    weights, state = whole_model(batch=2)
+    ranks = Ranks(rank=0, world=1, device=torch.device("cpu"), backend="none")
+    box = Mailbox.open(ranks, weights.shapes.hidden, torch.float32)
+    with pytest.raises(KernelError, match="no exchange 'products'; it has nccl and boundary"):
+        tp_load.TpLoadStep(
+            weights, LoadState.over(state, weights), ranks, exchange="products", mailbox=box
+        )
 
 
 def test_the_registry_knows_the_exchanges() -> None:
@@ -251,13 +398,29 @@ def test_a_variant_of_one_s_own_is_used(one_thread: None) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("world", "batch"), [(2, 1), (8, 1), (2, 8), (8, 128)])
-def test_the_steps_compile_for_hopper_and_blackwell(world: int, batch: int) -> None:
-    found = compile_in_child([job(resolve("beam-501b").config, world, batch)], 250)
+@pytest.mark.parametrize(
+    ("world", "batch", "exchange"),
+    [
+        (2, 1, "boundary"), (8, 1, "boundary"), (2, 1, "products"), (8, 1, "products"),
+        (2, 8, "boundary"), (8, 128, "boundary"),
+    ],
+)  # fmt: skip
+def test_the_steps_compile_for_hopper_and_blackwell(world: int, batch: int, exchange: str) -> None:
+    config = resolve("beam-501b").config
+    formats: tuple[Any, ...] = ("same", "fp8") if exchange == "products" else ("same",)
+    jobs = [job(config, world, batch, exchange=exchange, experts=each) for each in formats]
+    found = compile_in_child(jobs, 250)
     assert [each for each in found if each.error] == []
     names = {each.kernel for each in found}
     assert {"exchange_rows", "exchange_embedding", "exchange_pick"} <= names
+    senders = {"push_o_proj", "push_matvec", "push_experts_down"}
+    assert names & senders == (senders if exchange == "products" else set())
+    ended = {"o_proj", "experts_down"}  # by kernels that write their sums down
+    assert names & ended == (ended if (batch, exchange) == (1, "boundary") else set())
     assert {each.target for each in found} >= {"sm_90", "sm_100"}
+    ours = [each for each in found if each.kernel.startswith(("push", "exchange"))]
+    if batch == 1:
+        assert {each.spill_bytes for each in ours} == {0}
 
 
 @gpu
@@ -271,11 +434,22 @@ def test_ranks_as_streams_of_one_gpu(world: int, two: bool) -> None:
     parts = [torch.randn(rows, hidden, device="cuda").bfloat16() for _ in range(world)]
     streams = [torch.cuda.Stream() for _ in range(world)]
     wanted = torch.stack([part.float() for part in parts])
-    for _ in range(4):  # the first compiles, while the others wait
+    # A kernel's first launch waits for everything on the GPU, so it must not meet one that waits.
+    for box, part in zip(boxes, parts, strict=True):
+        box.patience = 1
+        tx.exchanges(box, part, calls, two=two)
+        torch.cuda.synchronize()
+        with pytest.raises(KernelError, match="gave up"):
+            box.check()
+    for box in boxes:
+        box.patience = PATIENCE
+        for each in (box.inbox, box.count, box.lost):
+            each.zero_()
+    for _ in range(4):
         torch.cuda.synchronize()
         got = []
         for box, part, stream in zip(boxes, parts, streams, strict=True):
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream):  # as many rows as all ranks' programs find room for
                 got.append(tx.exchanges(box, part, calls, two=two))
         torch.cuda.synchronize()
         for box in boxes:
@@ -285,6 +459,26 @@ def test_ranks_as_streams_of_one_gpu(world: int, two: bool) -> None:
     apart = (got[0].double() - wanted.double().sum(0)).norm() / wanted.double().sum(0).norm()
     assert apart < torch.finfo(torch.bfloat16).eps
     assert math.isfinite(float(apart))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_decode_as_float64_says() -> None:
+    """The first layers of the real rank: all kinds of them, one sequence and a batch."""
+    from workbench.kernels.parallel.start import run_ranks
+
+    request = {
+        "model": "beam-501b", "config": resolve("beam-501b").config.to_dict(), "layers": 5,
+        "batches": [1, 8], "contexts": [1000], "rounds": 5,
+        "variants": ["fused_pdl", "fused_boundary", "load", "load_boundary"],
+    }  # fmt: skip
+    found = run_ranks("workbench.kernels.parallel.jobs:decode", request, 2)
+    assert found["calls"][0]["exchange_us"] <= 12 < 2 * found["calls"][0]["nccl_us"]
+    for run in found["runs"]:
+        rows = {name: row for name, row in run["variants"].items() if row["milliseconds"]}
+        assert [row["failures"] for row in rows.values()] == [[]] * len(rows)
+        name = "fused" if run["batch"] == 1 else "load"
+        slower = rows["fused_pdl" if run["batch"] == 1 else name]
+        assert rows[f"{name}_boundary"]["milliseconds"] < slower["milliseconds"]
 
 
 def test_a_compiled_step_needs_no_memory() -> None:

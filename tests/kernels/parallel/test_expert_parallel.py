@@ -169,7 +169,11 @@ def agrees(all_ranks: list[list[dict[str, Any]]], world: int, form: str = "naive
 
 @pytest.mark.parametrize(
     ("world", "chunks", "overlap"),
-    [(2, [7, 100], False), (4, [7], False), (2, [7, 1], True)],
+    [
+        (2, [7, 100], False),
+        pytest.param(4, [7], False, marks=pytest.mark.full),
+        pytest.param(2, [7, 1], True, marks=pytest.mark.full),
+    ],
 )
 def test_each_rank_prefills_as_the_whole_model_would(
     together: Callable[..., list[Any]], world: int, chunks: list[int], overlap: bool
@@ -177,7 +181,7 @@ def test_each_rank_prefills_as_the_whole_model_would(
     agrees(together(world, errors, "naive", list(LOADS), chunks, overlap), world)
 
 
-@pytest.mark.parametrize("form", ["chain", "ours"])
+@pytest.mark.parametrize("form", [pytest.param("chain", marks=pytest.mark.full), "ours"])
 def test_kernels_skip_absent_experts(together: Callable[..., list[Any]], form: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("Triton kernels are interpreted on a CPU only without a GPU")
@@ -386,6 +390,7 @@ def compared(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_the_layouts_are_compared(together: Callable[..., list[Any]]) -> None:
     first, second = together(2, compared)
     assert first["right"] == second["right"]

@@ -65,7 +65,7 @@ def test_the_document_says_what_was_measured() -> None:
     assert (d["model"], d["gpus"], d["tp"], d["layers"], d["of_layers"]) == ("small", 2, 4, 2, 3)
     assert (d["dtype"], d["device"], d["backend"]) == ("float32", "cpu", "threads")
     assert d["hardware"] == "2 × a machine"
-    assert d["note"].startswith("2 of 4 ranks; which make up a model with 2/4 of the heads")
+    assert d["note"].startswith("2 of 4 ranks; they make up a model with 2/4 of the heads")
     assert "interpreted" in d["note"]
     assert d["calls"] == []
     assert d["left_out"] == {}
@@ -159,14 +159,21 @@ def test_what_cannot_be_asked_for() -> None:
 def test_each_stage_has_the_one_rank_stage_that_it_is_compared_with() -> None:
     from workbench.kernels.rank.stages import NAMES
 
-    assert set(GROUP_STAGES) == {*NAMES, "products_boundary", "fused_boundary", "load_boundary"}
+    assert set(GROUP_STAGES) == {
+        *NAMES, "products_boundary", "fused_boundary", "fused_products", "load_boundary"
+    }  # fmt: skip
     assert GROUP_STAGES["fused_boundary"].stage.name == "fused_pdl"
     assert GROUP_STAGES["load_boundary"].stage.name == "load"
+    assert GROUP_STAGES["fused_products"].stage.name == "fused_pdl"
+    assert GROUP_STAGES["fused_products"].exchange == "products"
+    assert GROUP_STAGES["fused_products"].title.endswith(", products send their own sums")
     assert {n for n, one in GROUP_STAGES.items() if one.exchange == "boundary"} == {
         "products_boundary", "fused_boundary", "load_boundary"
     }  # fmt: skip
     assert SINGLE[0] == "naive"
-    assert SINGLE[-4:] == ("products_boundary", "fused", "fused_pdl", "fused_boundary")
+    assert SINGLE[-5:] == (
+        "products_boundary", "fused", "fused_pdl", "fused_boundary", "fused_products"
+    )  # fmt: skip
 
 
 def of_one_process(ranks: Ranks, batch: int, stages: list[str], timed: bool) -> Any:
@@ -186,7 +193,7 @@ def of_one_process(ranks: Ranks, batch: int, stages: list[str], timed: bool) -> 
 @without_gpu
 def test_processes_measure_one_sequence_together(together: Callable[..., list[Any]]) -> None:
     """BF16, gloo, the exchange's shared file: what is interpreted is checked, and not timed."""
-    stages = ["naive", "norms", "products", "fused", "fused_boundary"]
+    stages = ["naive", "norms", "products", "fused", "fused_boundary", "fused_products"]
     found = together(2, of_one_process, 1, stages, False)
     assert found[0] == found[1]
     run = found[0]["runs"][0]

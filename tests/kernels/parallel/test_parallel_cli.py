@@ -113,6 +113,7 @@ def test_the_page_says_which_ranks_and_each_steps_communication(document: dict[s
     assert max(map(len, narrow.splitlines())) <= 60
 
 
+@pytest.mark.full
 def test_a_prefill_in_two_layouts(document: dict[str, Any]) -> None:
     more = ["--layers", "3", "--rounds", "2", "--tokens", "9", "--context", "10", "--json"]
     result = CliRunner().invoke(app, [*PREFILL, *more])
@@ -279,7 +280,7 @@ def test_a_group_s_variants_are_those_that_the_measurement_has() -> None:
 
     assert set(jobs.VARIANTS) == set(GROUP_STAGES) - {"persistent"}
     for name in jobs.WITHIN:
-        assert GROUP_STAGES[name].exchange == "boundary"
+        assert GROUP_STAGES[name].exchange == ("products" if "_products" in name else "boundary")
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_the_cores_are_shared_out(heard: Heard, monkeypatch: pytest.MonkeyPatch)
 # -- ranks that end badly -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("leave_first", [False, True])
+@pytest.mark.parametrize("leave_first", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_first_error_is_said_and_not_what_it_does_to_the_others(
     heard: Heard, leave_first: bool
 ) -> None:
@@ -134,16 +134,19 @@ def test_the_first_error_is_said_and_not_what_it_does_to_the_others(
     assert len(heard.pids()) == 3
 
 
+@pytest.mark.full
 def test_what_all_ranks_say_is_said_once(heard: Heard) -> None:
     assert str(refusal("refuse_alike", heard)) == "there is nothing to do"
 
 
+@pytest.mark.full
 def test_a_rank_that_leaves_without_a_word(heard: Heard) -> None:
     said = str(refusal("leave", heard))
     assert said.startswith("rank 1 of 2: it ended with exit code 3 and no answer")
     assert said.endswith("its last words: the disk is on fire")
 
 
+@pytest.mark.full
 def test_a_full_gpu(heard: Heard) -> None:
     said = str(refusal("fill_memory", heard))
     assert said.startswith("rank 1 of 2: the GPU's memory was full (CUDA out of memory. Tried to ")
@@ -175,7 +178,7 @@ def test_a_job_that_does_not_exist(job: str, said: str) -> None:
         run_ranks(job, {}, 1, device="cpu", environment=SURROUNDINGS)
 
 
-@pytest.mark.parametrize("tensor", [True, False])
+@pytest.mark.parametrize("tensor", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_an_answer_that_json_cannot_say(heard: Heard, tensor: bool) -> None:
     said = str(refusal("unsayable", heard, 1, tensor=tensor))
     assert said.startswith("the job start_jobs:unsayable answers with what JSON cannot say: ")
@@ -391,6 +394,7 @@ def torchrun(job: str, request: dict[str, Any], folder: Path) -> subprocess.Comp
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_torchrun_starts_them_too(tmp_path: Path) -> None:
     done = torchrun("total", {"values": [2.0]}, tmp_path)
     assert done.returncode == 0, done.stderr

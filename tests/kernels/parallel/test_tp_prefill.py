@@ -87,7 +87,12 @@ def errors(ranks: Ranks, form: str, overlaps: list[int]) -> list[dict[str, Any]]
 
 @pytest.mark.parametrize(
     ("world", "form", "overlaps"),
-    [(2, "naive", [1, 2, 3, 100]), (4, "naive", [1, 2, 3]), (2, "ours", [2]), (2, "chain", [2])],
+    [
+        (2, "naive", [1, 2, 3, 100]),
+        (2, "ours", [2]),
+        pytest.param(4, "naive", [1, 2, 3], marks=pytest.mark.full),
+        pytest.param(2, "chain", [2], marks=pytest.mark.full),
+    ],
 )
 def test_it_is_the_prefill_of_the_whole_model(
     together: Callable[..., list[Any]], world: int, form: str, overlaps: list[int]

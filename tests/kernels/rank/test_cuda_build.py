@@ -40,7 +40,11 @@ def calls(folder: Path) -> list[str]:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("architecture", cuda_build.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [cuda_build.ARCHITECTURES[0]]
+    + [pytest.param(each, marks=pytest.mark.full) for each in cuda_build.ARCHITECTURES[1:]],
+)
 def test_the_step_compiles(tmp_path: Path, architecture: str) -> None:
     path = cuda_build.build(architecture=architecture, folder=tmp_path)
     library = ctypes.CDLL(str(path))

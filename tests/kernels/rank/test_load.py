@@ -142,6 +142,7 @@ def test_recorded_choices_give_the_same_bits(rank: Make) -> None:
     assert torch.equal(state.logits, wanted)
 
 
+@pytest.mark.full
 @interpreted
 def test_given_experts_are_the_ones_that_compute(rank: Make) -> None:
     weights, _ = rank(8)
@@ -288,10 +289,13 @@ def test_the_command_checks_a_small_rank_and_says_what_it_cannot(tmp_path: Path)
 
 
 MIXES = [
-    ("qkvg",), ("o_proj",), ("router",), ("combine",), ("qkvg", "attention"),
+    *(
+        pytest.param(mix, marks=pytest.mark.full)
+        for mix in (("qkvg",), ("o_proj",), ("router",), ("combine",), ("qkvg", "attention"))
+    ),
     ("o_proj", "combine", "boundary"),
     FROM_CHAIN,
-]  # fmt: skip
+]
 
 
 @interpreted

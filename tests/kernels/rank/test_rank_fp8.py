@@ -421,6 +421,7 @@ def test_rounding_beyond_its_limit_fails_the_command(
     assert "1.0% is the most it may" in str(said.exception)
 
 
+@pytest.mark.full
 def test_the_fused_chain_with_fp8_experts_compiles_for_hopper_and_blackwell() -> None:
     config = resolve("beam-501b").config
     found = compile_in_child([job(config, experts="fp8")], 240, targets=(90, 100))

@@ -381,6 +381,7 @@ def test_a_result_that_cannot_be_written_is_shown(
     assert json.loads(said.stdout)["variants"]["naive"]["passed"]
 
 
+@pytest.mark.full
 def test_the_fused_chain_compiles_for_blackwell() -> None:
     """At the full rank's sizes, without a GPU; nothing may exceed what a block can have."""
     config = resolve("beam-501b").config

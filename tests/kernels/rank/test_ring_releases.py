@@ -63,6 +63,7 @@ def test_what_is_under_way_at_a_release(
     assert [len(loads) for loads in found.values()] == [under_way]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_every_release_of_the_step_comes_after_its_loads(releases: ModuleType) -> None:
     sections = re.split(r"\n\t\.section\t(?=\.text\.)", releases.disassembled("sm_90a"))[1:]

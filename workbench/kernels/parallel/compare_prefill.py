@@ -124,7 +124,7 @@ def compare_prefill(
     note = [group_label(parts, ranks.world)]
     if ranks.world < parts:
         note.append(
-            f"which make up a model with {whole.num_experts} of {config.num_experts} experts: of "
+            f"they make up a model with {whole.num_experts} of {config.num_experts} experts: of "
             f"the expert-parallel layout each rank is as one of {parts}, of the tensor-parallel "
             f"one as at TP{ranks.world}"
         )

@@ -40,8 +40,11 @@ PREFILL = {
     "tp": 8, "layers": None, "dtype": "bfloat16", "rounds": 5, "layouts": ["tp", "ep"],
     "sequences": 1, "tokens": 32_768, "context": 0,
 }  # fmt: skip
-# Which stage of one rank a step with the all-reduce inside its boundary comes from.
-WITHIN = {"products_boundary": "products", "fused_boundary": "fused", "load_boundary": "load"}
+# Which stage of one rank a step with an all-reduce of our own comes from.
+WITHIN = {
+    "products_boundary": "products", "fused_boundary": "fused", "fused_products": "fused",
+    "load_boundary": "load",
+}  # fmt: skip
 VARIANTS = (*(name for name in NAMES if name != "persistent"), *WITHIN)
 
 

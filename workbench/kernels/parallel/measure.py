@@ -74,15 +74,18 @@ HEADROOM = 64  # positions behind the context into which replays may advance
 CALLS = 20  # all-reduces of a graph that is timed
 NAIVE_MOST = 8  # sequences up to which plain torch's copies of the chosen experts are made
 CHECKED = 2  # sequences of a batch that are compared with float64: it is slow
-PROFILED = ("naive", "products", "fused", "fused_pdl", "fused_boundary", "load", "load_boundary")
+PROFILED = (
+    "naive", "products", "fused", "fused_pdl", "fused_boundary", "fused_products", "load",
+    "load_boundary",
+)  # fmt: skip
 TIMES = ("milliseconds", "low", "high", "repeat", "rounds")
 PERSISTENT = (
     "the persistent kernel has no all-reduce: one block of it would have to wait for other GPUs "
     "while it holds the grid"
 )
 CHOICES = (
-    "a batch's experts depend on its tokens, so same_choices and without of the load steps are "
-    "timed with the experts that the group's step chose"
+    "the experts of several sequences depend on their tokens, so communication of the load steps "
+    "is the difference of two that were given the same experts"
 )
 
 Progress = Callable[[int, int, str], None]
@@ -96,13 +99,18 @@ class GroupStage:
     title: str
     origin: Origin
     stage: Stage
-    exchange: str = "nccl"  # or "boundary"
+    exchange: str = "nccl"  # or "boundary", or "products"
 
 
-def _within(name: str, one: Stage) -> GroupStage:
+_HOW = {
+    "boundary": "all-reduce inside the boundary", "products": "products send their own sums"
+}  # fmt: skip
+
+
+def _within(name: str, one: Stage, exchange: str = "boundary") -> GroupStage:
     return GroupStage(
-        name=name, title=f"{one.title}, all-reduce inside the boundary", origin="ours", stage=one,
-        exchange="boundary",
+        name=name, title=f"{one.title}, {_HOW[exchange]}", origin="ours", stage=one,
+        exchange=exchange,
     )  # fmt: skip
 
 
@@ -114,12 +122,13 @@ GROUP_STAGES: dict[str, GroupStage] = {
     },
     "products_boundary": _within("products_boundary", _ONE_RANK["products"]),
     "fused_boundary": _within("fused_boundary", _ONE_RANK["fused_pdl"]),
+    "fused_products": _within("fused_products", _ONE_RANK["fused_pdl"], "products"),
     "load_boundary": _within("load_boundary", _ONE_RANK["load"]),
 }
 # What is measured where no stages are asked for: of one sequence, and of several.
 SINGLE = (
     *(one.name for one in STAGES if not one.whole),
-    "products_boundary", "fused", "fused_pdl", "fused_boundary",
+    "products_boundary", "fused", "fused_pdl", "fused_boundary", "fused_products",
 )  # fmt: skip
 SEVERAL = ("naive", "attention", "load", "load_boundary")
 
@@ -362,7 +371,7 @@ class _Work:
         w, ranks, name = self.weights, self.ranks, one.stage.name
         if name == "persistent":
             raise KernelError(PERSISTENT)
-        mailbox = self.mailbox() if one.exchange == "boundary" else None
+        mailbox = self.mailbox() if one.exchange != "nccl" else None
 
         def made() -> Step:
             refuse_foreign(w, state)
@@ -381,8 +390,8 @@ class _Work:
                 )  # fmt: skip
             from workbench.kernels.parallel.tp_fused import TpFusedStep
 
-            # Inside the boundary: dependent launches where the GPU has them.
-            dependent = None if one.exchange == "boundary" else name == "fused_pdl"
+            # With an exchange of our own: dependent launches where the GPU has them.
+            dependent = None if one.exchange != "nccl" else name == "fused_pdl"
             return TpFusedStep(
                 w, state, ranks, exchange=one.exchange, mailbox=mailbox, dependent=dependent
             )
@@ -613,7 +622,7 @@ def _head(
     note = [group_label(tp, world)]
     if world < tp:
         note.append(
-            f"which make up a model with {world}/{tp} of the heads, widths and vocabulary, each "
+            f"they make up a model with {world}/{tp} of the heads, widths and vocabulary, each "
             f"rank as at TP{tp}"
         )
     if most > 1:

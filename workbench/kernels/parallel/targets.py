@@ -11,15 +11,25 @@ from workbench.kernels.parallel.tp_load import TpLoadStep
 from workbench.kernels.rank.load_state import LoadState
 from workbench.kernels.rank.state import RankState
 from workbench.kernels.rank.targets import LAYERS
-from workbench.kernels.rank.weights import RankWeights
+from workbench.kernels.rank.weights import ExpertFormat, RankWeights
 from workbench.kernels.triton_compile import Job
 from workbench.model.config import BeamConfig
 
 
-def job(config: BeamConfig, world: int, batch: int, tp: int = 8, context: int = 4096) -> Job:
+def job(
+    config: BeamConfig,
+    world: int,
+    batch: int,
+    tp: int = 8,
+    context: int = 4096,
+    *,
+    exchange: str = "boundary",
+    experts: ExpertFormat = "same",
+) -> Job:
     """What :func:`workbench.kernels.triton_compile.compile_in_child` takes."""
     return Job(
-        name=f"decode step of {world} of {tp} ranks, batch {batch}, context {context}",
+        name=f"decode step of {world} of {tp} ranks, batch {batch}, context {context}, exchange "
+        f"{exchange}, experts {experts}",
         call=f"{__name__}:compile_step",
         argument={
             "config": config.to_dict(),
@@ -27,6 +37,8 @@ def job(config: BeamConfig, world: int, batch: int, tp: int = 8, context: int = 
             "batch": batch,
             "tp": tp,
             "context": context,
+            "exchange": exchange,
+            "experts": experts,
         },
     )
 
@@ -35,13 +47,16 @@ def compile_step(argument: dict[str, Any]) -> None:
     """Call the step of the last rank on tensors without memory, in the compiling child."""
     config, world = BeamConfig.from_dict(argument["config"]), argument["world"]
     layers = min(LAYERS, config.num_hidden_layers)
-    weights = RankWeights.random(config, argument["tp"], layers=layers, device="meta")
+    weights = RankWeights.random(
+        config, argument["tp"], layers=layers, device="meta", experts=argument["experts"]
+    )
     hidden, batch, context = weights.shapes.hidden, argument["batch"], argument["context"]
     mailbox = Mailbox.virtual(world, hidden, weights.dtype, device="meta")[-1]
     ranks = Ranks(rank=world - 1, world=world, device=weights.device, backend="none")
     if batch == 1:
-        TpFusedStep(weights, RankState(weights, context), ranks, mailbox=mailbox)()
+        state = RankState(weights, context)
+        TpFusedStep(weights, state, ranks, exchange=argument["exchange"], mailbox=mailbox)()
         return
     for two in (False, True):
-        state = LoadState(weights, [context] * batch)
-        TpLoadStep(weights, state, ranks, mailbox=mailbox, two=two)()
+        rows = LoadState(weights, [context] * batch)
+        TpLoadStep(weights, rows, ranks, exchange=argument["exchange"], mailbox=mailbox, two=two)()

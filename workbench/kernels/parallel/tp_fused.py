@@ -5,7 +5,9 @@ embedding and for the next token. Forms of the exchange:
 
 * ``nccl``: NCCL's all-reduce, then the boundary's own kernel;
 * ``boundary``: one kernel does both (``triton_exchange.py``), and is a dependent launch as the
-  others are, so the kernel behind it asks for its weights while this one waits for the other ranks.
+  others are, so the kernel behind it asks for its weights while this one waits for the other ranks;
+* ``products``: the same, but the kernels that end a sublayer send their rows themselves
+  (``triton_push.py``), so that the boundary's kernel only receives.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from workbench.errors import KernelError
 from workbench.kernels.parallel import triton_exchange as tx
+from workbench.kernels.parallel import triton_push as push
 from workbench.kernels.parallel.mailbox import Mailbox
 from workbench.kernels.parallel.ranks import Ranks
 from workbench.kernels.parallel.tp_chain import best_token, partial_embedding
@@ -22,26 +25,44 @@ from workbench.kernels.rank import triton_vectors as tv
 from workbench.kernels.rank.fused import FusedStep, _Boundary
 from workbench.kernels.rank.fused_config import FusedConfig
 from workbench.kernels.rank.state import RankState
-from workbench.kernels.rank.weights import RankWeights
+from workbench.kernels.rank.weights import LayerWeights, RankWeights
 
-EXCHANGES = ("nccl", "boundary")
+EXCHANGES = ("nccl", "boundary", "products")
 
 
-def refuse_exchange(exchange: str, mailbox: Mailbox | None) -> None:
-    """Refuse a form of the exchange that there is not, or one without its mailbox.
+def refuse_exchange(
+    exchange: str, mailbox: Mailbox | None, among: tuple[str, ...] = EXCHANGES
+) -> None:
+    """Refuse a form of the exchange that a step has not, or one without its mailbox.
 
     Raises:
         KernelError: with what there is.
     """
-    if exchange not in EXCHANGES:
+    if exchange not in among:
         raise KernelError(
-            f"ranks have no exchange {exchange!r:.40}; they have {' and '.join(EXCHANGES)}"
+            f"this step of several ranks has no exchange {exchange!r:.40}; it has "
+            f"{', '.join(among[:-1])} and {among[-1]}"
         )
-    if exchange == "boundary" and mailbox is None:
+    if exchange != "nccl" and mailbox is None:
         raise KernelError(
-            "the exchange inside the boundary needs memory that all ranks see: give it "
+            f"the exchange {exchange} needs memory that all ranks see: give it "
             "Mailbox.open(ranks, hidden, dtype)"
         )
+
+
+def refuse_odd_rows(config: FusedConfig) -> None:
+    """Refuse launch sizes by which a BF16 word of two rows belongs to two programs.
+
+    Raises:
+        KernelError: with the first of them.
+    """
+    for name in ("o_proj", "down", "fp8_down", "dense_down"):
+        rows, warps = getattr(config, name)
+        if rows % 2:
+            raise KernelError(
+                f"two BF16 rows are sent in one word, so a program cannot own {rows} of them: "
+                f"give {name}=({rows + 1}, {warps}), or take the exchange boundary"
+            )
 
 
 def calls_of(weights: RankWeights) -> int:
@@ -54,7 +75,7 @@ class TpFusedStep(FusedStep):
 
     Attributes:
         h: as in ``FusedStep``, the same bits on all ranks.
-        exchange: "nccl" or "boundary".
+        exchange: "nccl", "boundary" or "products".
     """
 
     def __init__(
@@ -72,7 +93,7 @@ class TpFusedStep(FusedStep):
 
         Raises:
             KernelError: as ``FusedStep``, another exchange, or a configuration whose products
-                compute their own boundary.
+                compute their own boundary or, with the exchange ``products``, cannot send it.
         """
         refuse_exchange(exchange, mailbox)
         super().__init__(weights, state, dependent=dependent, config=config)
@@ -81,6 +102,8 @@ class TpFusedStep(FusedStep):
                 "a boundary inside the product behind it sees one rank's part only: leave "
                 "norm_in_qkvg and norm_in_router out on several ranks"
             )
+        if exchange == "products" and weights.dtype.itemsize == 2:
+            refuse_odd_rows(self.config)
         self.ranks, self.exchange, self.mailbox = ranks, exchange, mailbox
         self._calls, self._call = calls_of(weights), 0
         self._row = torch.zeros(1, dtype=torch.int64, device=weights.device)
@@ -99,7 +122,7 @@ class TpFusedStep(FusedStep):
         w, s, st = self.weights, self.weights.shapes, self.state
         following = w.layers[0].input_norm
         self._call = 1
-        if self.exchange == "boundary":
+        if self.exchange != "nccl":
             assert self.mailbox is not None
             tx.launch_embedding(
                 self.mailbox, st.token, w.embed, following, self.h[0], self._x[:1], s.eps
@@ -113,13 +136,47 @@ class TpFusedStep(FusedStep):
             s.hidden, *tv.parts(s.hidden), num_warps=self.config.vector_warps,
         )  # fmt: skip
 
+    def _o_proj(
+        self, parts: Tensor, lse: Tensor, gate: Tensor, layer: LayerWeights, out: Tensor
+    ) -> None:
+        if self.exchange != "products":
+            super()._o_proj(parts, lse, gate, layer, out)
+            return
+        assert self.mailbox is not None
+        push.launch_o_proj(
+            self.mailbox, self._call, parts, lse, gate, layer.gate_bias, layer.o_proj,
+            self.config.o_proj, self.dependent,
+        )  # fmt: skip
+
+    def _last_product(self, x: Tensor, weight: Tensor, out: Tensor, tile: tuple[int, int]) -> None:
+        if self.exchange != "products":
+            super()._last_product(x, weight, out, tile)
+            return
+        assert self.mailbox is not None
+        push.launch_matvec(self.mailbox, self._call, x, weight, tile, self.dependent)
+
+    def _experts_down(
+        self, act: Tensor, layer: LayerWeights, ids: Tensor, shares: Tensor, out: Tensor,
+        tile: tuple[int, int],
+    ) -> None:  # fmt: skip
+        if self.exchange != "products":
+            super()._experts_down(act, layer, ids, shares, out, tile)
+            return
+        assert self.mailbox is not None
+        push.launch_experts_down(
+            self.mailbox, self._call, act, layer.down, ids, shares,
+            self.weights.shapes.routed_scale, tile, self.dependent, layer.down_scale,
+        )  # fmt: skip
+
     def _boundary(self, b: _Boundary) -> None:
         s = self.weights.shapes
-        if self.exchange == "boundary":
+        if self.exchange != "nccl":
             assert self.mailbox is not None
+            pushed = self.exchange == "products"
             tx.launch_exchange(
                 self.mailbox, self._call, b.h, b.sublayer, None, 1, b.post, b.following, b.stream,
-                b.normed.view(1, -1), b.scale, s.eps, dependent=self.dependent,
+                b.normed.view(1, -1), b.scale, s.eps, two=False, pushed=pushed,
+                dependent=self.dependent,
             )  # fmt: skip
             self._call += 1
             return
@@ -133,7 +190,7 @@ class TpFusedStep(FusedStep):
 
     def _pick(self) -> None:
         st, s = self.state, self.weights.shapes
-        if self.exchange == "boundary":
+        if self.exchange != "nccl":
             assert self.mailbox is not None
             tx.launch_pick(
                 self.mailbox, self._calls, self._best[None], self._where[None], st.token,

@@ -1,8 +1,9 @@
 """The step of many rows on several ranks: :class:`LoadStep` with its partial sums made whole.
 
-Forms of the exchange as in ``tp_fused.py``. In ``boundary`` the parts of a product, or the experts
-of a row, are added up in the same kernel that sends them; in ``nccl`` a kernel of its own does so.
-Where rows have owners (``triton_exchange.two_shots``), the stream of a row is on its owner alone.
+Forms of the exchange as in ``tp_fused.py``, but for ``products``. In ``boundary`` the parts of a
+product, or the experts of a row, are added up in the same kernel that sends them; in ``nccl`` a
+kernel of its own does so. Where rows have owners (``triton_exchange.two_shots``), the stream of a
+row is on its owner alone.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class TpLoadStep(LoadStep):
             KernelError: as ``LoadStep``, another exchange, or more rows than the mailbox has room
                 for.
         """
-        refuse_exchange(exchange, mailbox)
+        refuse_exchange(exchange, mailbox, ("nccl", "boundary"))
         super().__init__(
             weights, state, dependent=dependent, advance=advance, choices=choices, config=config
         )

@@ -9,6 +9,11 @@ values travel. Two ways:
 * ``TWO``: row n belongs to rank ``n % W``, which alone gets the parts, computes the boundary, keeps
   the stream and sends the finished norm to all. A second trip, but W times less to receive.
 
+``PUSHED``: the kernel before has sent this rank's part itself, to all ranks (``triton_push.py``),
+so this one only receives. It begins to look before it waits for that kernel, whose programs are all
+on the GPU or through by then (a dependent launch begins no earlier), so it takes no room from them.
+It waits behind that, before it reads the stream: its end still means the end of all before it.
+
 All programs of a launch must be on the GPU together with those of the other ranks, or wait for one
 that cannot start: rows are at most as many as multiprocessors (``mailbox.ROWS``).
 """
@@ -45,10 +50,11 @@ def _as_values(word, P: tl.constexpr):
     """Words ``[…]`` -> float32 ``[…, P]``."""
     data = word.to(tl.int32)
     if P == 1:
-        return tl.expand_dims(data.to(tl.float32, bitcast=True), -1)
-    first = (data << 16).to(tl.float32, bitcast=True)
-    second = (data & -65536).to(tl.float32, bitcast=True)
-    return tl.join(first, second)
+        values = tl.expand_dims(data.to(tl.float32, bitcast=True), -1)
+    else:
+        first = (data << 16).to(tl.float32, bitcast=True)
+        values = tl.join(first, (data & -65536).to(tl.float32, bitcast=True))
+    return values
 
 
 @triton.jit
@@ -158,6 +164,7 @@ def exchange_rows(
     RANK: tl.constexpr,
     TWO: tl.constexpr,
     BOUNDARY: tl.constexpr,  # False: only the sum, into ``out``
+    PUSHED: tl.constexpr,  # of one row, one shot, with its boundary: the parts are sent already
     PDL: tl.constexpr,
 ):
     """All-reduce of partial sums, post-norm, depth-scaled add, next norm. Grid: (N,)."""
@@ -181,31 +188,33 @@ def exchange_rows(
         if BOUNDARY:
             post_b = _values(post_ptr, column_b, live_b)
             next_b = _values(next_ptr, column_b, live_b)
-    wait(PDL)
+    if not PUSHED:
+        wait(PDL)
     if COUNTS > 0:  # noqa: SIM102 - one condition is the compiler's, the other the program's
         if tl.program_id(0) == 0:
             i = tl.arange(0, COUNTS_BLOCK)
             tl.store(counts_ptr + i, i * 0, mask=i < COUNTS)
-    number = tl.load(count_ptr) + call + 1
+    number = tl.load(count_ptr, volatile=PUSHED) + call + 1
     high = number.to(tl.int64) << 32
     slot = (number & 1).to(tl.int64)
     h_ptr += row * K
     stream_ptr += row * K
     out_ptr += row * K
-    # This rank's part goes to whoever adds up.
-    sent = ((slot * W + RANK) * ROOM + row) * WORDS
-    to = real
-    if TWO:
-        to = real & (tl.arange(0, W2) == row % W)
-    x_a = _sublayer(
-        part_ptr, share_ptr, row, n, column_a, K, PARTS, OF_EXPERTS, routed_scale, dtype
-    )
-    _send(boxes, to, sent + a, _as_words(x_a, dtype, high, P), live_a)
-    if K1 > 0:
-        x_b = _sublayer(
-            part_ptr, share_ptr, row, n, column_b, K, PARTS, OF_EXPERTS, routed_scale, dtype
+    if not PUSHED:
+        # This rank's part goes to whoever adds up.
+        sent = ((slot * W + RANK) * ROOM + row) * WORDS
+        to = real
+        if TWO:
+            to = real & (tl.arange(0, W2) == row % W)
+        x_a = _sublayer(
+            part_ptr, share_ptr, row, n, column_a, K, PARTS, OF_EXPERTS, routed_scale, dtype
         )
-        _send(boxes, to, sent + b, _as_words(x_b, dtype, high, P), live_b)
+        _send(boxes, to, sent + a, _as_words(x_a, dtype, high, P), live_a)
+        if K1 > 0:
+            x_b = _sublayer(
+                part_ptr, share_ptr, row, n, column_b, K, PARTS, OF_EXPERTS, routed_scale, dtype
+            )
+            _send(boxes, to, sent + b, _as_words(x_b, dtype, high, P), live_b)
     # The finished rows lie behind both slots of parts.
     finished = 2 * W * ROOM * WORDS + (slot * ROOM + row) * WORDS
     mine = True
@@ -214,15 +223,21 @@ def exchange_rows(
     if mine:
         r = tl.arange(0, W2)[:, None]
         inbox = own + ((slot * W + r) * ROOM + row) * WORDS
-        if BOUNDARY:
+        if BOUNDARY and not PUSHED:
             h_a = _values(h_ptr, column_a, live_a)
         v_a = _poll(inbox + a[None, :], (r < W) & live_a[None, :], number, lost_ptr, patience)
         p_a = tl.sum(_as_values(v_a, P), 0).to(dtype).to(tl.float32)
         if K1 > 0:
-            if BOUNDARY:
+            if BOUNDARY and not PUSHED:
                 h_b = _values(h_ptr, column_b, live_b)
             v_b = _poll(inbox + b[None, :], (r < W) & live_b[None, :], number, lost_ptr, patience)
             p_b = tl.sum(_as_values(v_b, P), 0).to(dtype).to(tl.float32)
+        if PUSHED:
+            wait(PDL)
+            h_a = _values(h_ptr, column_a, live_a)
+            if K1 > 0:
+                h_b = _values(h_ptr, column_b, live_b)
+        if K1 > 0:
             if BOUNDARY:
                 s_a, s_b, y_a, y_b = _norms_of_two(
                     p_a, p_b, h_a, h_b, post_a, post_b, next_a, next_b, scale_new, scale_old, eps,
@@ -454,11 +469,13 @@ def launch_exchange(
     mailbox: Mailbox, call: int, h: Tensor, source: Tensor, shares: Tensor | None, count: int,
     post: Tensor, following: Tensor, stream: Tensor, out: Tensor, scale: tuple[float, float],
     eps: float, *, routed_scale: float = 1.0, counts: Tensor | None = None,
-    two: bool | None = None, boundary: bool = True, dependent: bool = False, warps: int = 16,
+    two: bool | None = None, boundary: bool = True, pushed: bool = False, dependent: bool = False,
+    warps: int = 16,
 ) -> None:  # fmt: skip
     """Launch :func:`exchange_rows` for all rows of ``out [N, H]``; arguments as in its signature.
 
     ``two`` None: as :func:`two_shots` says. With ``boundary`` False ``out`` gets the sum alone.
+    ``pushed``: ``source`` is not read, a kernel of ``triton_push.py`` has sent it; one row only.
     """
     n, hidden = out.shape
     mailbox.refuse_rows(n)
@@ -471,7 +488,7 @@ def launch_exchange(
         call, mailbox.patience, *scale, routed_scale, eps, n, mailbox.rows,
         *_tiles(mailbox, hidden), count, shares is not None, zeroed,
         triton.next_power_of_2(max(1, zeroed)), *_others(mailbox), two and mailbox.world > 1,
-        boundary, dependent,
+        boundary, pushed, dependent,
         num_warps=warps, enable_fp_fusion=False, **options(dependent),
     )  # fmt: skip
 

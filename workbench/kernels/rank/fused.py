@@ -240,18 +240,38 @@ class FusedStep:
                 parts.shape[0], triton.next_power_of_2(parts.shape[0]), columns, pdl,
                 num_warps=4, **tv.options(pdl),
             )  # fmt: skip
-            self._product(self._gated[index], layer.o_proj, out, c.o_proj)
+            self._last_product(self._gated[index], layer.o_proj, out, c.o_proj)
             return
+        self._o_proj(parts, lse, gate, layer, out)
+
+    # What ends a sublayer: several ranks' steps send what it writes.
+
+    def _o_proj(
+        self, parts: Tensor, lse: Tensor, gate: Tensor, layer: LayerWeights, out: Tensor
+    ) -> None:
+        s, c, pdl = self.weights.shapes, self.config, self.dependent
         ta.o_proj[(triton.cdiv(s.hidden, c.o_proj[0]),)](
             parts, lse, gate, layer.gate_bias, layer.o_proj, out, s.hidden,
             s.heads, s.head_dim, triton.next_power_of_2(s.heads), parts.shape[0], c.o_proj[0], pdl,
             num_warps=c.o_proj[1], **tv.options(pdl),
         )  # fmt: skip
 
+    def _last_product(self, x: Tensor, weight: Tensor, out: Tensor, tile: tuple[int, int]) -> None:
+        self._product(x, weight, out, tile)
+
+    def _experts_down(
+        self, act: Tensor, layer: LayerWeights, ids: Tensor, shares: Tensor, out: Tensor,
+        tile: tuple[int, int],
+    ) -> None:  # fmt: skip
+        te.launch_experts_down(
+            act, layer.down, ids, shares, out, self.weights.shapes.routed_scale, *tile,
+            self.dependent, self.dependent, layer.down_scale,
+        )  # fmt: skip
+
     def _dense(self, index: int, layer: LayerWeights) -> None:
         act = self._act[index, : self.weights.shapes.mlp_width]
         self._product(self._y[index], layer.gate_up, act, self.config.dense_up, gated=True)
-        self._product(act, layer.down, self._moved[index], self.config.dense_down)
+        self._last_product(act, layer.down, self._moved[index], self.config.dense_down)
 
     def _sparse(self, index: int, layer: LayerWeights, middle: _Boundary) -> None:
         s, c, pdl = self.weights.shapes, self.config, self.dependent
@@ -271,10 +291,7 @@ class FusedStep:
         scaled = layer.gate_up_scale is not None
         up, down = (c.fp8_up, c.fp8_down) if scaled else (c.gate_up, c.down)
         te.launch_experts_up(y, layer.gate_up, ids, act, *up, pdl, layer.gate_up_scale)
-        te.launch_experts_down(
-            act, layer.down, ids, shares, self._moved[index], s.routed_scale, *down, pdl, pdl,
-            layer.down_scale,
-        )  # fmt: skip
+        self._experts_down(act, layer, ids, shares, self._moved[index], down)
 
     def _ahead(self, index: int) -> Tensor | None:
         """What is brought into the L2 while the experts are chosen."""

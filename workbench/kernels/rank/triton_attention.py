@@ -190,6 +190,52 @@ def merge_gate(
 
 
 @triton.jit
+def projected_rows(
+    parts_ptr,  # float32 [SPLITS, A, D]
+    lse_ptr,  # float32 [SPLITS, A]
+    gate_ptr,  # [A D]
+    bias_ptr,  # [A]
+    weight_ptr,  # [WIDTH, A D]
+    WIDTH: tl.constexpr,
+    A: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,  # power of two that holds A
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    dtype: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """This program's rows of :func:`o_proj`: (rows, which of them there are, values in float32).
+
+    Tiles are ``[heads, D]``, so that what belongs to a head is loaded once a head.
+    """
+    release(PDL)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.arange(0, HEADS)
+    d = tl.arange(0, D)
+    within = head[:, None] * D + d[None, :]
+    there = (head < A)[:, None]
+    at = weight_ptr + (row * (A * D))[:, None, None] + within[None, :, :]
+    live = (row < WIDTH)[:, None, None] & there[None, :, :]
+    w = tl.load(at, mask=live, other=0.0, eviction_policy="evict_first")
+    bias = tl.load(bias_ptr + head, mask=head < A, other=0.0)[:, None]
+    wait(PDL)
+    gate = tl.load(gate_ptr + within, mask=there, other=0.0)
+    top = tl.load(lse_ptr + head, mask=head < A, other=0.0)
+    for s in tl.static_range(1, SPLITS):
+        top = tl.maximum(top, tl.load(lse_ptr + s * A + head, mask=head < A, other=0.0))
+    total = top * 0
+    o = tl.zeros((HEADS, D), tl.float32)
+    for s in tl.static_range(SPLITS):
+        share = tl.exp2(tl.load(lse_ptr + s * A + head, mask=head < A, other=0.0) - top)
+        o += share[:, None] * tl.load(parts_ptr + s * (A * D) + within, mask=there, other=0.0)
+        total += share
+    x = _gate(o / total[:, None], gate, bias, dtype)
+    value = tl.sum(tl.sum(w.to(tl.float32) * x[None, :, :], 2), 1)
+    return row, row < WIDTH, value
+
+
+@triton.jit
 def o_proj(
     parts_ptr,  # float32 [SPLITS, A, D]
     lse_ptr,  # float32 [SPLITS, A]
@@ -205,32 +251,10 @@ def o_proj(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A few parts merged, gated and projected; every program merges for itself.
-
-    Tiles are ``[heads, D]``, so that what belongs to a head is loaded once a head.
-    """
-    release(PDL)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.arange(0, HEADS)
-    d = tl.arange(0, D)
-    within = head[:, None] * D + d[None, :]
-    there = (head < A)[:, None]
-    at = weight_ptr + (row * (A * D))[:, None, None] + within[None, :, :]
-    live = (row < WIDTH)[:, None, None] & there[None, :, :]
-    w = tl.load(at, mask=live, other=0.0, eviction_policy="evict_first")
-    bias = tl.load(bias_ptr + head, mask=head < A, other=0.0)[:, None]
-    wait(PDL)
+    """A few parts merged, gated and projected; every program merges for itself."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    gate = tl.load(gate_ptr + within, mask=there, other=0.0)
-    top = tl.load(lse_ptr + head, mask=head < A, other=0.0)
-    for s in tl.static_range(1, SPLITS):
-        top = tl.maximum(top, tl.load(lse_ptr + s * A + head, mask=head < A, other=0.0))
-    total = top * 0
-    o = tl.zeros((HEADS, D), tl.float32)
-    for s in tl.static_range(SPLITS):
-        share = tl.exp2(tl.load(lse_ptr + s * A + head, mask=head < A, other=0.0) - top)
-        o += share[:, None] * tl.load(parts_ptr + s * (A * D) + within, mask=there, other=0.0)
-        total += share
-    x = _gate(o / total[:, None], gate, bias, dtype)
-    value = tl.sum(tl.sum(w.to(tl.float32) * x[None, :, :], 2), 1)
-    tl.store(out_ptr + row, value.to(dtype), mask=row < WIDTH)
+    row, live, value = projected_rows(
+        parts_ptr, lse_ptr, gate_ptr, bias_ptr, weight_ptr, WIDTH, A, D, HEADS, SPLITS, ROWS,
+        dtype, PDL,
+    )  # fmt: skip
+    tl.store(out_ptr + row, value.to(dtype), mask=live)

@@ -121,13 +121,12 @@ def experts_up(
 
 
 @triton.jit
-def experts_down(
+def down_rows(
     act_ptr,  # [TOP_K, K]
     weight_ptr,  # [E, WIDTH, K]
     scale_ptr,  # float32 [E, WIDTH] where SCALED
     ids_ptr,  # int64 [TOP_K]
     shares_ptr,  # float32 [TOP_K]
-    out_ptr,  # [WIDTH]
     routed_scale,
     WIDTH: tl.constexpr,
     K: tl.constexpr,
@@ -138,12 +137,10 @@ def experts_down(
     ROWS: tl.constexpr,
     SCALED: tl.constexpr,
     EARLY: tl.constexpr,
+    dtype: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = round(routed_scale * round(sum of share * (weight[id] @ act))), rows of all experts.
-
-    EARLY: the ids are there before the wait, so the weights are asked for first.
-    """
+    """This program's rows of :func:`experts_down`: (rows, which there are, rounded values)."""
     release(PDL)
     if not EARLY:
         wait(PDL)
@@ -173,9 +170,40 @@ def experts_down(
     if SCALED:
         each *= scale
     total = tl.sum(each, 0)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
     total = (total.to(dtype).to(tl.float32) * routed_scale).to(dtype)
-    tl.store(out_ptr + row, total, mask=row < WIDTH)
+    return row, row < WIDTH, total
+
+
+@triton.jit
+def experts_down(
+    act_ptr,  # [TOP_K, K]
+    weight_ptr,  # [E, WIDTH, K]
+    scale_ptr,  # float32 [E, WIDTH] where SCALED
+    ids_ptr,  # int64 [TOP_K]
+    shares_ptr,  # float32 [TOP_K]
+    out_ptr,  # [WIDTH]
+    routed_scale,
+    WIDTH: tl.constexpr,
+    K: tl.constexpr,
+    K0: tl.constexpr,
+    K1: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,  # power of two that holds TOP_K
+    ROWS: tl.constexpr,
+    SCALED: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = round(routed_scale * round(sum of share * (weight[id] @ act))), rows of all experts.
+
+    EARLY: the ids are there before the wait, so the weights are asked for first.
+    """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row, live, total = down_rows(
+        act_ptr, weight_ptr, scale_ptr, ids_ptr, shares_ptr, routed_scale, WIDTH, K, K0, K1, TOP_K,
+        EXPERTS, ROWS, SCALED, EARLY, dtype, PDL,
+    )  # fmt: skip
+    tl.store(out_ptr + row, total, mask=live)
 
 
 def launch_top_k(

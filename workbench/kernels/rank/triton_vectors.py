@@ -153,19 +153,19 @@ def boundary(
 
 
 @triton.jit
-def matvec(
+def product_rows(
     x_ptr,  # [K]
     weight_ptr,  # [WIDTH, K], gated: [2 WIDTH, K], gate rows first
-    out_ptr,  # [WIDTH]
     WIDTH: tl.constexpr,
     K: tl.constexpr,
     K0: tl.constexpr,
     K1: tl.constexpr,
     ROWS: tl.constexpr,
     GATED: tl.constexpr,
+    dtype: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = weight @ x in float32, rounded; gated: its SwiGLU. All weights before the wait."""
+    """This program's rows of :func:`matvec`: (rows, which of them there are, values in float32)."""
     release(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < WIDTH
@@ -190,9 +190,29 @@ def matvec(
         value += tl.sum(w_b.to(tl.float32) * x, 1)
         if GATED:
             other += tl.sum(u_b.to(tl.float32) * x, 1)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         value = silu_times(value, other, dtype)
+    return row, live, value
+
+
+@triton.jit
+def matvec(
+    x_ptr,  # [K]
+    weight_ptr,  # [WIDTH, K], gated: [2 WIDTH, K], gate rows first
+    out_ptr,  # [WIDTH]
+    WIDTH: tl.constexpr,
+    K: tl.constexpr,
+    K0: tl.constexpr,
+    K1: tl.constexpr,
+    ROWS: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = weight @ x in float32, rounded; gated: its SwiGLU. All weights before the wait."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row, live, value = product_rows(
+        x_ptr, weight_ptr, WIDTH, K, K0, K1, ROWS, GATED, dtype, PDL
+    )  # fmt: skip
     tl.store(out_ptr + row, value.to(dtype), mask=live)
 
 
