@@ -113,6 +113,7 @@ def both_themes(notebook: Notebook, board: str, name: str, folder: Path) -> None
             page.screenshot(path=folder / f"{name}-{width}-{theme.lower()}.png")
 
 
+@pytest.mark.full
 def test_chat(lab: Lab, browser: "playwright.Browser", screenshots: Path) -> None:
     steps = (
         fake.stream(
@@ -176,6 +177,7 @@ def test_chat(lab: Lab, browser: "playwright.Browser", screenshots: Path) -> Non
             assert notebook.outside == [], "the page asked other hosts"
 
 
+@pytest.mark.full
 def test_monitor_and_layers(lab: Lab, browser: "playwright.Browser", screenshots: Path) -> None:
     layers = (
         "import json\nfrom workbench.serving.layers.engine_layers import engine_layers\n"

@@ -106,6 +106,7 @@ def test_every_kernel_of_a_decode_step(at_eight: list[Compiled]) -> None:
     hold(at_eight, wanted(8, [8]))
 
 
+@pytest.mark.full
 def test_matrix_products_run_on_matrix_units(at_eight: list[Compiled]) -> None:
     """Eight rows are enough for them on both generations."""
     for op in ("qkvg", "dense_mlp", "prefill_attention"):

@@ -371,6 +371,17 @@ VIEWS = (views.parallel_waterfall, views.parallel_calls, views.parallel_load)
         (("left_out",), {"a": 1}, "left_out.a"),
         (("calls", 1, "nccl_us"), 0, r"calls\[1\].nccl_us"),
         (("calls", 1, "rows"), "8", r"calls\[1\].rows"),
+        (("calls", 0, "rows"), 2**31, r"calls\[0\].rows should be a whole number from 1 to 2,147"),
+        (("runs", 0, "batch"), 2**40, r"runs\[0\].batch"),
+        (("runs", 1, "context"), 2**31, r"runs\[1\].context"),
+        (("runs", 1, "variants", "load", "milliseconds"), 1e-50, "load.milliseconds should be a"),
+        (("runs", 1, "variants", "load", "milliseconds"), 1e13, "a number from 1e-09 to 1e\\+12"),
+        (("runs", 1, "variants", "load", "fraction_of_floor"), 5e-324, "load.fraction_of_floor"),
+        (("runs", 1, "floor_milliseconds"), 1e-320, r"runs\[1\].floor"),
+        (("calls", 0, "nccl_us"), 1e-300, r"calls\[0\].nccl_us"),
+        (("note",), "x" * 10_001, "note should be a text of at most 10,000 letters"),
+        (("runs", 0, "variants", "norms", "failures"), ["x" * 10_001], "failures should be a text"),
+        (("weights",), [0] * 1_000_001, "more than 1,000,000 values"),
         (("gpus",), None, "gpus should be a whole number"),
         (("tp",), 1.5, "tp should be a whole number"),
         (("hardware",), ["x"], "hardware"),
@@ -410,6 +421,44 @@ def test_names_from_a_document_are_never_markup(document: dict[str, Any]) -> Non
         assert hostile in shown.text
         bundle = shown._repr_mimebundle_()
         assert "<script>" not in json.dumps({k: v for k, v in bundle.items() if k != "text/plain"})
+
+
+def test_a_prefill_s_names_are_never_markup_and_its_numbers_can_be_drawn() -> None:
+    hostile = "<script>alert(1)</script>"
+    document = prefill() | {"hardware": hostile, "note": hostile, "left_out": {hostile: hostile}}
+    for row in document["layouts"].values():
+        row["title"] = hostile
+    document["layouts"][hostile] = {"title": hostile, "passed": False, "failures": [hostile]}
+    document["published"][0] |= {"name": hostile, "where": hostile, "unit": hostile}
+    shown = views.parallel_prefill(document)
+    assert hostile in shown.text
+    bundle = shown._repr_mimebundle_()
+    assert "<script>" not in json.dumps({k: v for k, v in bundle.items() if k != "text/plain"})
+    for place, value in (
+        ("milliseconds", 1e-30), ("fraction_of_peak", 1e300), ("overlap", 2**31), ("low", 0),
+        ("tokens_per_second", 1e15),
+    ):  # fmt: skip
+        wrong = prefill()
+        wrong["layouts"]["ep"]["runs"][0][place] = value
+        with pytest.raises(WorkbenchError, match=place):
+            views.parallel_prefill(wrong)
+
+
+def test_letters_that_nobody_sees_are_none_of_a_view(document: dict[str, Any]) -> None:
+    """They would move a terminal's cursor, or could not be written as UTF-8."""
+    odd = "a\x1b[2J\ud800\u202eb\nc\x9b\r\0"
+    document |= {"hardware": odd, "model": odd, "note": odd, "left_out": {odd: odd}}
+    document["runs"][0]["left_out"] = {odd: odd}
+    for row in document["runs"][0]["variants"].values():
+        row |= {"title": odd, "exchange": odd}
+    first = copy.deepcopy(document)
+    for view in VIEWS:
+        bundle = view(document)._repr_mimebundle_()
+        text = bundle["text/plain"]
+        assert not set(text) & set("\x1b\ud800\u202e\x9b\r\0")
+        assert "b c" in text
+        json.dumps(bundle, ensure_ascii=False).encode()
+    assert document == first  # as it was given
 
 
 def test_a_saved_notebook_keeps_little(document: dict[str, Any]) -> None:

@@ -104,6 +104,13 @@ def divide(request: dict[str, Any], ranks: Ranks, told: Any) -> dict[str, Any]:
     return {}
 
 
+def stand(request: dict[str, Any], ranks: Ranks, told: Any) -> dict[str, Any]:
+    """Wait for each other again and again."""
+    _meet(ranks, told)
+    _wait_for_the_others(ranks)
+    return {}
+
+
 def hang(request: dict[str, Any], ranks: Ranks, told: Any) -> dict[str, Any]:
     """Deaf to SIGTERM, as behind a driver that is busy, and with a helper of its own."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

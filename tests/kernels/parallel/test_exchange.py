@@ -343,7 +343,8 @@ def test_what_cannot_be_exchanged_is_refused(wrong: str, wanted: str) -> None:
         how |= {"exchange": "products", "mailbox": Mailbox.open(ranks, weights.shapes.hidden)}
         # A word holds one value of float32.
         single = whole_model()
-        tp_fused.TpFusedStep(*single, ranks, **how)
+        of_single = Mailbox.open(ranks, weights.shapes.hidden, torch.float32)
+        tp_fused.TpFusedStep(*single, ranks, **(how | {"mailbox": of_single}))
     with pytest.raises(KernelError, match=wanted):
         tp_fused.TpFusedStep(weights, state, ranks, **how)
 

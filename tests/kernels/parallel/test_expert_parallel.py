@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import KernelError
+from workbench.kernels.parallel import jobs
 from workbench.kernels.parallel.compare_prefill import (
     checked_layers,
     compare_prefill,
@@ -380,6 +381,12 @@ def compared(ranks: Ranks) -> dict[str, Any]:
     with pytest.raises(KernelError) as raised:
         compare_prefill(config, ranks, sequences=3, **made)
     found["uneven"] = str(raised.value)
+    jobs._rates = lambda *_: RATES  # in this process, which ends
+    request = {
+        "model": "small", "config": config.to_dict(), "tp": 2, "layers": 1, "dtype": "float32",
+        "tokens": 5, "rounds": 2,
+    }  # fmt: skip
+    found["asked"] = jobs.prefill(request, ranks, lambda done, of, label: None)
     right = EpPrefillStep._own
 
     def wrong(self: EpPrefillStep, *args: Any) -> Tensor:
@@ -426,6 +433,8 @@ def test_the_layouts_are_compared(together: Callable[..., list[Any]]) -> None:
     assert eight["passed"]
     assert (eight["sequences"], eight["tokens"], eight["context"]) == (3, 5, 11)
     assert "3 sequences cannot be shared out evenly among 2 ranks" in first["uneven"]
+    # A request that says nothing of sequences: one of each rank, in both layouts.
+    assert (first["asked"]["sequences"], [*first["asked"]["layouts"]]) == (2, ["tp", "ep"])
     wrong = first["wrong"]["layouts"]["ep"]
     assert not wrong["passed"]
     assert "a layer's error" in wrong["failures"][0]

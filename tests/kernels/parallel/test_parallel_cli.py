@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from workbench import views
 from workbench.cli import app
-from workbench.errors import KernelError
+from workbench.errors import KernelError, WorkbenchError
 from workbench.kernels.parallel import jobs, recorded_groups
 from workbench.kernels.parallel.recorded_groups import recorded_group
 from workbench.model.presets import resolve
@@ -333,6 +333,26 @@ def test_other_documents_are_refused(document: dict[str, Any], tmp_path: Path) -
         assert str(file) in str(caught.value)
     with pytest.raises(KernelError, match="cannot be read"):
         recorded_group(tmp_path / "nothing.json")
+
+
+def test_what_is_no_file_of_the_bench_is_said(tmp_path: Path) -> None:
+    huge = tmp_path / "huge.json"
+    with huge.open("wb") as file:
+        file.truncate(64 * 2**20 + 1)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    deep = tmp_path / "deep.json"
+    deep.write_text('{"a": ' + "[" * 100_000)
+    places: list[tuple[Any, str]] = [
+        (huge, "has more than 67,108,864 bytes"), (pipe, "it is no file"),
+        (tmp_path, "it is no file"), (deep, "nested too deeply"), (5, "5 is not a path"),
+        ("~nobody-at-all/x", "home folder of a user who is not known"), ("a" * 5000, "cannot be"),
+        ("a\0b", "is no JSON, or a part"), (Path("/dev/zero"), "it is no file"),
+    ]  # fmt: skip
+    for place, said in places:
+        for read in (recorded_group, recorded_groups.recorded_group_prefill):
+            with pytest.raises(WorkbenchError, match=said):
+                read(place)
 
 
 def test_a_bundled_run_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,21 +210,33 @@ def test_who_has_not_come(here: tuple[bool, ...], joined: tuple[bool, ...], said
 
 
 def test_a_killed_rank_and_what_it_left_in_shared_memory(heard: Heard) -> None:
-    """What another process uses stays, and what was there before."""
-    old, used, left = (Path(f"/dev/shm/nccl-{os.getpid()}{each}") for each in ("old", "use", "new"))
-    old.write_bytes(b"1")
-    time.sleep(1.1)
+    """What another process uses stays."""
+    used, left = (Path(f"/dev/shm/nccl-{os.getpid()}{each}") for each in ("use", "new"))
     try:
         with used.open("wb"):
             said = str(refusal("litter", heard, nccl=str(left)))
             assert said.startswith("rank 1 of 2: it was ended by SIGKILL, often because the machi")
             assert used.exists()
-        assert old.exists()
         assert not left.exists()
         assert not Path(f"/dev/shm/torch_{heard.pids()[1]}_77_0").exists()
     finally:
-        for each in (old, used, left):
+        for each in (used, left):
             each.unlink(missing_ok=True)
+
+
+def test_what_was_there_before_the_ranks_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of its own: ranks of other tests sweep the real one."""
+    monkeypatch.setattr(start, "_SHARED_MEMORY", tmp_path)
+    theirs, other = tmp_path / "nccl-abc", tmp_path / "else-abc"
+    for each in (theirs, other):
+        each.write_bytes(b"1")
+    start._sweep([], time.time() + 10)
+    assert theirs.exists()
+    start._sweep([], time.time() - 10)
+    assert not theirs.exists()
+    assert other.exists()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -231,6 +246,126 @@ def test_ranks_on_gpus_are_ended_in_a_collective_and_in_a_kernel(heard: Heard, j
         run_ranks(f"start_jobs:{job}", {}, 2, told=heard, environment=SURROUNDINGS)
     assert heard.last is not None
     assert time.monotonic() - heard.last < 10
+
+
+# -- ranks that are stopped, or cannot be started --------------------------------------------------
+
+
+def quiet_rank(pid: int = -1, **more: Any) -> Any:
+    child = SimpleNamespace(pid=pid, poll=lambda: None, returncode=None)
+    return start._Rank(0, child, tempfile.TemporaryFile(), threading.Thread(), **more)  # type: ignore[arg-type]
+
+
+def test_a_stopped_rank_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "STOPPED_SECONDS", 0.05)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        rank = quiet_rank(child.pid)
+        try:
+            start._refuse_stopped(rank, 2)
+            assert rank.stopped_at is None
+            child.send_signal(signal.SIGSTOP)
+            while not start.is_stopped(child.pid):
+                time.sleep(0.01)
+            start._refuse_stopped(rank, 2)  # it may go on yet
+            time.sleep(0.06)
+            with pytest.raises(KernelError, match=r"rank 0 of 2 \(process \d+\) was stopped by a"):
+                start._refuse_stopped(rank, 2)
+            child.send_signal(signal.SIGCONT)  # one that goes on has lost nothing
+            while start.is_stopped(child.pid):
+                time.sleep(0.01)
+            start._refuse_stopped(rank, 2)
+            assert rank.stopped_at is None
+        finally:
+            child.kill()
+            rank.errors.close()
+
+
+@pytest.mark.full
+def test_a_stopped_rank_is_ended_with_the_others(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "STOPPED_SECONDS", 1.0)
+
+    def told(done: int, of: int, label: str) -> None:
+        heard(done, of, label)
+        os.kill(heard.pids()[1], signal.SIGSTOP)
+
+    with pytest.raises(KernelError, match=r"^rank 1 of 2 \(process \d+\) was stopped by a signal"):
+        run_ranks(
+            "start_jobs:stand", {}, 2, device="cpu", told=told, environment=SURROUNDINGS
+        )  # fmt: skip
+
+
+def test_what_was_said_counts_also_where_nobody_listened_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After this process was stopped for longer than the ranks may take to meet."""
+    monkeypatch.setattr(start, "JOIN_SECONDS", -1.0)
+    rank = quiet_rank()
+    events: queue.Queue[Any] = queue.Queue()
+    for line in (b'{"state": "joined"}', b'{"result": {"a": 1}}'):
+        events.put((rank, line, time.monotonic()))
+    start._watch([rank], events, None)
+    assert rank.result == {"a": 1}
+    rank.errors.close()
+
+
+@pytest.mark.parametrize("line", [b"3", b'"told"', b"null", b"[" * 100_000, b"\xff", b"{"])
+def test_a_line_that_is_no_answer(line: bytes) -> None:
+    rank = quiet_rank()
+    start._take(rank, line, 1.0, None)
+    assert rank.failure is not None
+    assert rank.failure.sentence == "it wrote what is no answer"
+    rank.errors.close()
+
+
+def test_a_rank_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    with pytest.raises(KernelError, match="rank 0 of 2 could not be started: Resource temporarily"):
+        run_ranks("start_jobs:total", {}, 2, device="cpu")
+
+
+def test_a_rank_that_nobody_can_listen_to_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[subprocess.Popen[bytes]] = []
+    given = subprocess.Popen
+
+    def noted(*arguments: Any, **more: Any) -> Any:
+        began.append(given(["sleep", "60"], **more))
+        return began[-1]
+
+    def no_thread(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(KernelError, match="could not be started: can't start new thread"):
+        run_ranks("start_jobs:total", {}, 1, device="cpu")
+    assert [child.poll() for child in began] == [-signal.SIGKILL]
+
+
+def test_no_socket_to_meet_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("socket.create_server", full)
+    with pytest.raises(KernelError, match="Too many open files; bring the loopback"):
+        run_ranks("start_jobs:total", {}, 1, device="cpu")
+
+
+def test_a_killed_ranks_mailbox_is_swept_up_and_no_other() -> None:
+    left, other = (Path(f"/dev/shm/workbench-mailbox-{n}-x_y1") for n in (2**22 + 1, 2**22 + 2))
+    try:
+        for each in (left, other):
+            each.write_bytes(b"1")
+        start._sweep([2**22 + 1], time.time())
+        assert not left.exists()
+        assert other.exists()
+    finally:
+        for each in (left, other):
+            each.unlink(missing_ok=True)
 
 
 # -- which error is the first -------------------------------------------------------------------
@@ -409,3 +544,13 @@ def test_under_torchrun_an_error_is_a_sentence(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "workbench: rank 1 of 2: the third layer is missing\n" in done.stderr
     assert not (tmp_path / "answer.json").exists()
+
+
+def test_under_torchrun_an_answer_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path,
+) -> None:
+    from workbench.kernels.parallel import rank_process
+
+    options = rank_process._options(["json:loads", "--out", str(tmp_path)])
+    with pytest.raises(workbench.errors.WorkbenchError, match="it is a folder"):
+        rank_process._run(options, None)  # type: ignore[arg-type]

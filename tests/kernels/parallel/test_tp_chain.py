@@ -97,7 +97,7 @@ def of_one_process(ranks: Ranks, ids: list[int]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_processes_that_speak_by_gloo(together: Callable[..., list[Any]], world: int) -> None:
     """The issue's own test: CPU, gloo, a tiny model, the logits of the unsharded model."""
     alone = load("beam-tiny", dtype=torch.float32)

@@ -91,6 +91,7 @@ def test_other_launch_sizes_give_the_same(dtype: torch.dtype, rank: Make) -> Non
     assert found.failures(1e-4 if dtype == torch.float32 else 2e-2) == []
 
 
+@pytest.mark.full
 @interpreted
 def test_rows_of_a_batch_are_the_one_sequence_chains(rank: Make) -> None:
     weights, one = rank(40)
@@ -129,6 +130,7 @@ def test_the_waterfalls_stage_decodes_a_batch(rank: Make) -> None:
     assert state.position.tolist() == [41, 12, 41]
 
 
+@pytest.mark.full
 @interpreted
 def test_recorded_choices_give_the_same_bits(rank: Make) -> None:
     weights, _ = rank(8)
@@ -211,6 +213,7 @@ def test_what_a_step_cannot_do_is_said(rank: Make) -> None:
         LoadStep(weights, state)
 
 
+@pytest.mark.full
 @interpreted
 def test_a_wrong_row_shows(rank: Make) -> None:
     weights, _ = rank(8)
@@ -293,7 +296,7 @@ MIXES = [
         pytest.param(mix, marks=pytest.mark.full)
         for mix in (("qkvg",), ("o_proj",), ("router",), ("combine",), ("qkvg", "attention"))
     ),
-    ("o_proj", "combine", "boundary"),
+    pytest.param(("o_proj", "combine", "boundary"), marks=pytest.mark.full),
     FROM_CHAIN,
 ]
 

@@ -14,11 +14,12 @@ of ``workbench bench prefill --gpus N``:
   ``error_limit``, ``passed``, ``failures``, ``interpreted``, ``runs``, ``fastest`` (an index of
   ``runs``) and its figures once more;
 * a run: ``overlap`` (pieces of ``tp``; 2: chunks overlap in ``ep``), ``milliseconds`` for all
-  sequences (median of the rounds, the slowest rank's in each), ``low``, ``high``,
+  sequences (median of the rounds, the slowest rank's in each), ``low``, ``high`` (least and most),
   ``tokens_per_second`` (the group's), ``flops_per_second`` and ``fraction_of_peak`` (a GPU's),
   ``without`` (the same times without communication), ``communication_milliseconds``,
   ``bytes_sent_per_token`` (between GPUs, all ranks', counted), ``peak_bytes`` (the most of a rank;
-  None without a GPU);
+  None without a GPU), of ``ep`` ``busiest_over_mean`` ((token, expert) pairs of the busiest rank
+  over the mean, the mean of the sparse layers);
 * ``ratio``: tokens/s of ``ep`` over those of ``tp``, None where one is not timed;
   ``left_out``: layouts that cannot be, with the reason.
 

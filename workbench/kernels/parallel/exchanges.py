@@ -1,7 +1,7 @@
 """The operation ``reduced_boundary``: partial sums made whole, and the boundary behind them.
 
-Its variants have the signature of :func:`nccl`. A variant of your own is registered as any other
-and measured beside these:
+Its variants have the signature of :func:`nccl`. A variant of your own is registered as any other,
+and a step of single operations takes it by its name (docs/parallel.md checks and times one):
 
     @register("reduced_boundary", "mine")
     def mine(ranks, mailbox, call, h, partial, post, scale, following, eps): ...
@@ -38,11 +38,13 @@ def nccl(
 ) -> tuple[Tensor, Tensor]:
     """``torch.distributed``'s all-reduce (NCCL, gloo on CPUs), then the registry's boundary.
 
-    Every rank calls it with its own ``partial [N, H]``, the stream ``h [N, H]`` and the norms'
-    weights ``[H]``; ``call`` counts those of a step from 0, and behind its last one the step moves
-    the mailbox's count on. Returns the new stream and its norm, the same bits on all ranks.
-    ``partial`` may be written over; nothing may wait for the host, so that it can be captured in a
-    CUDA graph.
+    Every rank calls it with its own ``partial [N, H]``, the stream ``h [N, H]`` and the weights
+    ``[H]`` of the norm behind the sublayer (``post``) and of the next one (``following``), all in
+    the activations' dtype; ``scale``: factors of the normed sum and of the stream that are added.
+    ``call`` counts those of a step from 0, and behind its last one the step moves the mailbox's
+    count on. Returns the new stream and its norm, ``[N, H]`` in the activations' dtype and the same
+    bits on all ranks. ``partial`` may be written over; nothing may wait for the host, so that it
+    can be captured in a CUDA graph.
     """
     whole = ranks.all_reduce(partial.contiguous())
     where = Where.of(h.device, h.dtype)

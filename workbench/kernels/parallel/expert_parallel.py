@@ -24,10 +24,10 @@ from workbench.errors import KernelError
 from workbench.kernels.parallel.ep_weights import EpWeights
 from workbench.kernels.parallel.ranks import Ranks
 from workbench.kernels.parallel.tp_prefill import behind_mlp
+from workbench.kernels.parallel.triton_sums import launch_placed_rows
 from workbench.kernels.rank.prefill_state import PrefillState
 from workbench.kernels.rank.prefill_step import Choices, PrefillConfig, PrefillStep
 from workbench.kernels.rank.weights import LayerWeights, RankWeights
-from workbench.kernels.triton_runtime import INTERPRETED, tl, triton
 
 CHUNK = 8192  # tokens of a rank that travel together
 
@@ -35,50 +35,18 @@ CHUNK = 8192  # tokens of a rank that travel together
 # ------------------------------------------------------------------ sums of rows
 
 
-@triton.jit
-def _placed_sum_kernel(  # type: ignore[no-untyped-def]
-    product_ptr,  # [P, H]
-    place_ptr,  # int32 [R, S]: a row of product, -1: none
-    share_ptr,  # float32 [R, S] if SHARED
-    out_ptr,  # [R, H]
-    SLOTS: tl.constexpr,
-    H: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SHARED: tl.constexpr,
-):
-    """out[r] = the float32 sum of its slots' rows, times their shares if SHARED, rounded once."""
-    tiles: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    column = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
-    live = column < H
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for slot in tl.static_range(SLOTS):
-        at = tl.load(place_ptr + row * SLOTS + slot).to(tl.int64)
-        value = tl.load(product_ptr + at * H + column, mask=live & (at >= 0), other=0.0)
-        value = value.to(tl.float32)
-        if SHARED:
-            value *= tl.load(share_ptr + row * SLOTS + slot)
-        total += value
-    tl.store(out_ptr + row * H + column, total.to(out_ptr.dtype.element_ty), mask=live)
-
-
 def placed_sum(product: Tensor, place: Tensor, shares: Tensor | None, kernel: bool) -> Tensor:
     """``[R, H]``: each row's sum over its slots, in float32 in their order, rounded once.
 
-    ``product [P, H]``; ``place`` int32 ``[R, S]``, rows of ``product`` or -1 for a slot without
-    one; ``shares`` float32 ``[R, S]`` or None: 1. ``kernel``: by Triton instead of plain torch.
+    ``product [P, H]``, whose dtype the result has; ``place`` int32 ``[R, S]``, rows of ``product``
+    or -1 for a slot without one; ``shares`` float32 ``[R, S]`` or None: 1. ``kernel``: by Triton
+    instead of plain torch.
     """
     (count, slots), hidden = place.shape, product.shape[1]
     if not product.shape[0] or not count:
         return product.new_zeros(count, hidden)
     if kernel:
-        out = product.new_empty(count, hidden)
-        columns = min(triton.next_power_of_2(hidden), 8192 if INTERPRETED else 1024)
-        _placed_sum_kernel[(count * triton.cdiv(hidden, columns),)](
-            product, place, place if shares is None else shares, out,
-            slots, hidden, columns, shares is not None, num_warps=4,
-        )  # fmt: skip
-        return out
+        return launch_placed_rows(product, place, shares)
     total = torch.zeros(count, hidden, dtype=torch.float32, device=product.device)
     for slot in range(slots):
         at = place[:, slot].long()
@@ -180,7 +148,7 @@ class EpPrefillState(PrefillState):
         chunk: int = CHUNK,
         seed: int = 1,
     ) -> None:
-        """Allocate; ``chunk`` is the step's, of which the activations' size depends.
+        """Allocate; ``chunk`` is the step's, on which the activations' size depends.
 
         Raises:
             KernelError: as :class:`~workbench.kernels.rank.prefill_state.PrefillState` says.

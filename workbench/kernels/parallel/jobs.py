@@ -4,12 +4,14 @@ A job takes a request, this process's :class:`Ranks` and whom to tell of progres
 a document; ``rank_process.py`` calls it. Requests are what JSON can say:
 
 * both: ``model`` (its name), ``config`` (``BeamConfig.to_dict``), ``tp``, ``layers`` (null: all),
-  ``dtype``, ``rounds``;
-* ``decode``: ``batches``, ``contexts``, ``variants`` (null: all that run there), ``experts``, and
-  ``prefill``, null or the ``sequences``, ``tokens``, ``context`` of one on the same weights;
-* ``prefill``: ``layouts``, ``sequences``, ``tokens``, ``context``.
+  ``dtype`` ("bfloat16" or "float32"), ``rounds``;
+* ``decode``: ``batches``, ``contexts``, ``variants`` (null: all that suit the batch), ``experts``
+  ("same" or "fp8"), and ``prefill``, null or the ``sequences``, ``tokens``, ``context`` of one on
+  the same weights;
+* ``prefill``: ``layouts``, ``sequences`` of the group (null: one a rank), ``tokens``, ``context``.
 
-Only ``model`` and ``config`` have to be given.
+Only ``model`` and ``config`` have to be given; ``DECODE`` and ``PREFILL`` are what the others are
+then.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ DECODE = {
 }  # fmt: skip
 PREFILL = {
     "tp": 8, "layers": None, "dtype": "bfloat16", "rounds": 5, "layouts": ["tp", "ep"],
-    "sequences": 1, "tokens": 32_768, "context": 0,
+    "sequences": None, "tokens": 32_768, "context": 0,
 }  # fmt: skip
 # Which stage of one rank a step with an all-reduce of our own comes from.
 WITHIN = {
@@ -204,11 +206,59 @@ def _read(
         what = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unknown):.80}"
         raise KernelError(f"this request {what}; it may have {', '.join(sorted(known))}")
     asked = {**usual, **request}
+    for name, value in asked.items():
+        if name in _WANTED and not _suits(name, value):
+            raise KernelError(
+                f"this request's {name} should be {_WANTED[name][0]}, and is {value!r:.40}"
+            )
     kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-    if asked["dtype"] not in kinds:
+    if not isinstance(asked["dtype"], str) or asked["dtype"] not in kinds:
         raise KernelError(f"dtype is {' or '.join(kinds)}, not {asked['dtype']!r:.40}")
     config = BeamConfig.from_dict(asked["config"], "the request's config")
     return asked, config, kinds[asked["dtype"]]
+
+
+def _whole(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _some(value: Any, suits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(suits, value))
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _one_prefill(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not {*value} <= {"sequences", "tokens", "context"}:
+        return False
+    return all(_whole(each, least=name != "context") for name, each in value.items())
+
+
+_SEVERAL = "a list of whole numbers from 1 on"
+# What a request's values should be, in words; which of them may be null; whether one is that.
+_WANTED: dict[str, tuple[str, bool, Callable[[Any], bool]]] = {
+    "model": ("a text", False, _text),
+    "config": ("an object", False, lambda value: isinstance(value, Mapping)),
+    "tp": ("a whole number from 1 on", False, _whole),
+    "layers": ("null or a whole number", True, lambda value: _whole(value, least=-(1 << 60))),
+    "rounds": ("a whole number from 2 on", False, lambda value: _whole(value, least=2)),
+    "batches": (_SEVERAL, False, lambda value: _some(value, _whole)),
+    "contexts": (_SEVERAL, False, lambda value: _some(value, _whole)),
+    "variants": ("null or a list of names", True, lambda value: _some(value, _text)),
+    "experts": ("same or fp8", False, lambda value: value in ("same", "fp8")),
+    "prefill": ("null or an object of sequences, tokens, context", True, _one_prefill),
+    "layouts": ("a list of names", False, lambda value: _some(value, _text)),
+    "sequences": ("null or a whole number from 1 on", True, _whole),
+    "tokens": ("a whole number from 1 on", False, _whole),
+    "context": ("a whole number from 0 on", False, lambda value: _whole(value, least=0)),
+}
+
+
+def _suits(name: str, value: Any) -> bool:
+    _, absent, suits = _WANTED[name]
+    return absent if value is None else suits(value)
 
 
 def _rates(ranks: Ranks, told: Told, what: str) -> Rates:

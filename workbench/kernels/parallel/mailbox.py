@@ -26,8 +26,10 @@ from torch import Tensor
 
 from workbench.errors import KernelError
 from workbench.kernels.parallel.ranks import Ranks
+from workbench.kernels.parallel.weights import in_step
 
 ROWS = 128  # rows of an exchange that an inbox has room for, unless said
+FILE = "workbench-mailbox"  # how the names of shared files begin; start.py sweeps them up
 # Polls after which a wait gives up. On a GPU one takes about 0.8 microseconds: half a minute.
 PATIENCE = 1 << 25
 PATIENCE_INTERPRETED = 1 << 16
@@ -69,8 +71,8 @@ class Mailbox:
         """Inboxes of all ranks for rows of ``hidden`` values; every rank calls it together.
 
         Raises:
-            KernelError: values that do not come in whole words, or GPUs that cannot write to each
-                other's memory.
+            KernelError: values that do not come in whole words, no rows, GPUs that cannot write to
+                each other's memory, or no room for what is shared; on all ranks alike.
         """
         words = words_of(hidden, dtype)
         size = _size(ranks.world, rows, words)
@@ -146,6 +148,26 @@ class Mailbox:
                 f"mailbox with rows={rows}, or take the exchange nccl"
             )
 
+    def refuse_other(
+        self, ranks: Ranks, hidden: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Refuse a step of other ranks or sizes: its kernels would write beside the inboxes.
+
+        Raises:
+            KernelError: with what differs.
+        """
+        pairs = {
+            "rank": ((self.rank, self.world), (ranks.rank, ranks.world)),
+            "row": (self.words, words_of(hidden, dtype)),
+            "device": (self.inbox.device, device),
+        }
+        other = [what for what, (found, wanted) in pairs.items() if found != wanted]
+        if other:
+            raise KernelError(
+                f"this mailbox is of another step ({', '.join(other)} differ): give it "
+                "Mailbox.open(ranks, hidden, dtype) of these ranks and weights"
+            )
+
     def check(self) -> None:
         """Nothing, where every wait of every kernel so far was answered.
 
@@ -169,12 +191,16 @@ def words_of(hidden: int, dtype: torch.dtype) -> int:
         raise KernelError(
             f"ranks exchange bfloat16 or float32, not {str(dtype).removeprefix('torch.')}"
         )
+    if hidden < 1:
+        raise KernelError(f"ranks exchange rows of 1 or more values, not of {hidden}")
     if hidden * dtype.itemsize % 4:
         raise KernelError(f"a row of {hidden} BF16 values is no whole number of words of two")
     return hidden * dtype.itemsize // 4
 
 
 def _size(world: int, rows: int, words: int) -> int:
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise KernelError(f"a mailbox has room for 1 or more rows, not for {rows!r:.20}")
     return 2 * (world * rows * words + rows * words + world * rows * 2)
 
 
@@ -206,15 +232,49 @@ def _symmetric(ranks: Ranks, size: int) -> tuple[Tensor, list[int], Any]:
 
 def _shared_file(ranks: Ranks, size: int) -> tuple[Tensor, list[int], Any]:
     """A file of each rank's, mapped by all; gone from the folder as soon as all have mapped it."""
-    folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    handle, name = tempfile.mkstemp(prefix="workbench-mailbox-", dir=folder)
+    name = ""
+
+    def file() -> str:
+        nonlocal name
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        try:
+            # The number says whose it is, should this process be killed before it is unlinked.
+            prefix = f"{FILE}-{os.getpid()}-"
+            handle, name = tempfile.mkstemp(prefix=prefix, dir=folder)
+            try:
+                # Zeros that are there: of a file with holes, a full memory kills whoever writes.
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(handle, 0, 8 * size)
+                else:
+                    os.truncate(handle, 8 * size)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise _no_memory(folder or "the folder of temporary files", size, error) from error
+        return name
+
+    def mapped() -> list[Tensor]:
+        try:
+            return [
+                torch.from_file(each, shared=True, size=size, dtype=torch.int64) for each in names
+            ]
+        except RuntimeError as error:
+            raise _no_memory("its address space", size, error) from error
+
     try:
-        os.truncate(handle, 8 * size)  # zeros
+        in_step(ranks, file)
         names = [str(each) for each in ranks.tell(name)]
-        boxes = [torch.from_file(each, shared=True, size=size, dtype=torch.int64) for each in names]
-        ranks.barrier()
+        boxes = in_step(ranks, mapped)  # behind it, all have
     finally:
-        os.close(handle)
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
+        if name:
+            with contextlib.suppress(OSError):
+                Path(name).unlink()
     return boxes[ranks.rank], [box.data_ptr() for box in boxes], boxes
+
+
+def _no_memory(where: str, size: int, error: Exception) -> KernelError:
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return KernelError(
+        f"memory that all ranks see, {8 * size / 1e6:.1f} MB of each, has no room in {where} "
+        f"({reason:.160}); free it or make it larger, or take the exchange nccl"
+    )

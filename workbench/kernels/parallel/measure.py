@@ -10,9 +10,10 @@ versions):
 * ``calls``: for each number of rows, microseconds of one all-reduce of ``rows`` x hidden values in
   a CUDA graph of ``CALLS``, the slowest rank's: ``nccl_us``, ``exchange_us`` (our exchange without
   the boundary) and ``torch_one_shot_us`` (torch's, on symmetric memory); None where it cannot be;
-* ``left_out``: runs that cannot be, by name, with the reason;
-* ``runs``, one for each batch and context: ``weight_bytes`` and ``cache_bytes`` that a rank must
-  read, ``bandwidth`` (the best rank's, measured in the same run), ``floor_milliseconds``,
+* ``left_out``: runs (and the prefill) that cannot be, by name, with the reason;
+* ``prefill``, where it was asked for: as ``compare_prefill.measure_tp_prefill`` says;
+* ``runs``, one for each ``batch`` and ``context``: ``weight_bytes`` and ``cache_bytes`` that a rank
+  must read, ``bandwidth`` (the best rank's, measured in the same run), ``floor_milliseconds``,
   ``distinct_experts`` (a sparse layer), ``error_limit``, ``plain_error``, ``fastest`` and its
   ``milliseconds``, ``left_out`` (stages, with the reason), ``kernels`` (``graph.kernel_times``) and
   ``variants`` by name: ``title``, ``origin``, ``forms``, ``exchange``, ``milliseconds`` (median of

@@ -86,6 +86,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _run(options: argparse.Namespace, voice: _Voice) -> None:
     job = find_job(options.job)
+    if options.out:  # before minutes go into what it is for
+        from workbench.cli_kernels_asked import refuse_unwritable
+
+        refuse_unwritable(expand(options.out))
     request = read_request(options.request)
     voice.state("here")
     ranks = Ranks.join(options.device)

@@ -24,6 +24,8 @@ STORE_PORT = "WORKBENCH_RANKS_PORT"
 LOOPBACK = "127.0.0.1"
 # A collective that waits this long has lost a rank which nobody noticed.
 PATIENCE = timedelta(minutes=5)
+# For a store that listened before this rank was started, and for ranks that torchrun still starts.
+CONNECT, MEET = timedelta(seconds=20), timedelta(minutes=2)
 
 
 def without_multicast() -> dict[str, str]:
@@ -62,11 +64,14 @@ class Ranks:
         """Meet the other ranks that this process was started with; ``kind``: "cuda" or "cpu".
 
         Raises:
-            KernelError: it was not started as one of several ranks, there is no GPU of its number,
-                or torch was built without the backend.
+            KernelError: it was not started as one of several ranks or has met others already, there
+                is no GPU of its number, torch was built without the backend, or nobody is where
+                the ranks were to meet.
         """
         import torch.distributed as dist
 
+        if kind not in ("cuda", "cpu"):
+            raise KernelError(f"ranks run on cuda or cpu, not on {kind!r:.40}")
         known = os.environ if environment is None else environment
         try:
             rank, world = int(known["RANK"]), int(known["WORLD_SIZE"])
@@ -78,9 +83,16 @@ class Ranks:
             ) from error
         if not 0 <= rank < world:
             raise KernelError(f"there is no rank {rank} of {world}; RANK counts from 0")
+        if local < 0:
+            raise KernelError(f"there is no GPU {local}; LOCAL_RANK counts from 0")
         backend = "nccl" if kind == "cuda" else "gloo"
         if not dist.is_available() or not dist.is_backend_available(backend):
             raise KernelError(f"this torch was built without {backend}, which the ranks speak by")
+        if dist.is_initialized():
+            raise KernelError(
+                "this process has met other ranks already: leave those first with close(), or make "
+                "a Ranks of their process group (group=…)"
+            )
         device = torch.device("cpu")
         if kind == "cuda":
             os.environ.update(without_multicast())  # also where nobody started this process
@@ -92,11 +104,7 @@ class Ranks:
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
         made: dict[str, Any] = {"rank": rank, "world_size": world, "timeout": PATIENCE}
-        if STORE_PORT in known:
-            store: Any = dist.TCPStore  # type: ignore[attr-defined]
-            made["store"] = store(
-                LOOPBACK, int(known[STORE_PORT]), is_master=False, timeout=PATIENCE
-            )
+        made["store"] = _store(known.get(STORE_PORT), rank, world)
         if kind == "cuda":
             made["device_id"] = device
         dist.init_process_group(backend, **made)
@@ -160,3 +168,35 @@ class Ranks:
         self.all_reduce(torch.zeros(1, device=self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _store(port: str | None, rank: int, world: int) -> Any:
+    """Where the ranks meet: the store at a port of this machine, or torchrun's (None).
+
+    Raises:
+        KernelError: no port, nothing that answers there, or others that do not come.
+    """
+    import torch.distributed as dist
+
+    if port is not None and not (port.isascii() and port.isdigit() and 0 < int(port[:9]) < 1 << 16):
+        raise KernelError(f"{STORE_PORT} is {port!r:.40} and no port; leave it unset")
+    try:
+        if port is None:
+            meet: Any = dist.rendezvous  # type: ignore[attr-defined]
+            store = next(meet("env://", rank, world, timeout=MEET))[0]
+        else:
+            made: Any = dist.TCPStore  # type: ignore[attr-defined]
+            store = made(LOOPBACK, int(port), is_master=False, timeout=CONNECT)
+    except ValueError as error:  # torch's: a variable is missing, or is none
+        raise KernelError(
+            f"these ranks cannot meet: {error}; start them with workbench bench decode --gpus N, "
+            "or with torchrun"
+        ) from error
+    except (RuntimeError, OSError) as error:  # torch.distributed's errors are RuntimeErrors
+        where = f"port {port} of {LOOPBACK}" if port is not None else "MASTER_ADDR and MASTER_PORT"
+        words = " ".join(str(error).split())
+        raise KernelError(
+            f"the {world} ranks did not meet at {where} ({words:.160}); start all of them together"
+        ) from error
+    store.set_timeout(PATIENCE)
+    return store

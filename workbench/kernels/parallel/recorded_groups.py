@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import KernelError
+from workbench.files import LIMIT, expand
 from workbench.kernels.rank.recorded_runs import RECORDED, _read
 
 DECODE, PREFILL = "parallel-decode-h200.json", "parallel-prefill-h200.json"
@@ -35,11 +36,20 @@ def recorded_group_prefill(file: str | Path | None = None) -> dict[str, Any]:
 def _document(
     file: str | Path | None, bundled: str, schema: str, command: str, wanted: tuple[str, ...]
 ) -> dict[str, Any]:
-    path = RECORDED / bundled if file is None else Path(file)
+    path = RECORDED / bundled if file is None else expand(file)
     if file is None and not path.exists():
         raise KernelError(
             f"no run of several ranks comes with this package ({bundled} is not there); record one "
             f"with `{command} --out FILE` and give its file"
+        )
+    try:
+        size = path.stat().st_size
+    except (OSError, ValueError):  # it is read below, which says why it cannot be
+        size = 0
+    if size > LIMIT:
+        raise KernelError(
+            f"{path} has more than {LIMIT:,} bytes, and no document of `{command}` comes near "
+            "that; give another file"
         )
     document = _read(path)
     found = document.get("schema")

@@ -36,6 +36,7 @@ JOIN_SECONDS = 120.0  # until all ranks have met; importing torch from a cold di
 GRACE_SECONDS = 1.0  # after an error, for one that came before it and is still on its way
 LOST_SECONDS = 2.0  # after a rank lost another, for that other's reason
 CLOSED_SECONDS = 10.0  # a rank with a full GPU closes its pipe long before it is gone
+STOPPED_SECONDS = 10.0  # of a rank that a signal stopped, while the others wait for it
 LEAVE_SECONDS = 10.0  # for ranks that have answered to leave by themselves
 TERM_SECONDS = 3.0
 KILL_SECONDS = 15.0  # the driver may hold a process while it frees the GPU's memory
@@ -85,6 +86,7 @@ class _Rank:
     result: Any = None
     failure: Failure | None = None
     closed_at: float | None = None  # when its pipe was closed without an answer
+    stopped_at: float | None = None  # since when a signal has stopped it
     swept: bool = field(default=False, repr=False)  # its process group is gone
 
     def gone(self) -> bool:
@@ -138,7 +140,14 @@ def run_ranks(
         try:
             for number in range(ranks):
                 extra = _environment(number, ranks, device, port, environment or {})
-                started.append(_start(number, job, device, asked, extra, events, held))
+                try:
+                    started.append(_start(number, job, device, asked, extra, events, held))
+                except (OSError, RuntimeError) as error:
+                    reason = getattr(error, "strerror", None) or error
+                    raise KernelError(
+                        f"rank {number} of {ranks} could not be started: {reason}; it takes a "
+                        "process, a thread and two temporary files (ulimit -a, TMPDIR)"
+                    ) from error
             _watch(started, events, told)
             _wait(started, LEAVE_SECONDS)
         except BaseException as error:
@@ -203,7 +212,13 @@ def _hold_store(held: contextlib.ExitStack) -> int:
     if not dist.is_available():
         raise KernelError("this torch was built without torch.distributed, which ranks speak by")
     # A store that opens its own socket listens on every interface.
-    door = socket.create_server((LOOPBACK, 0))
+    try:
+        door = socket.create_server((LOOPBACK, 0))
+    except OSError as error:
+        raise KernelError(
+            f"the ranks cannot meet on {LOOPBACK}: {error.strerror or error}; bring the loopback "
+            "interface up, or let this process open more files (ulimit -n)"
+        ) from error
     port = int(door.getsockname()[1])
     made: Any = dist.TCPStore  # type: ignore[attr-defined]
     store = [
@@ -256,7 +271,12 @@ def _start(
         )
     reader = threading.Thread(target=lambda: _read(rank, events), daemon=True)
     rank = _Rank(number, child, errors, reader)
-    reader.start()
+    try:
+        reader.start()
+    except BaseException:  # nobody else knows of the child yet
+        _signal(child.pid, signal.SIGKILL)
+        child.communicate()
+        raise
     return rank
 
 
@@ -286,8 +306,6 @@ def _watch(
             settled = all(each.failure or each.answered for each in ranks)
             if settled or (late and not pending):
                 raise _error(failures, len(ranks))
-        elif now > deadline and not all(each.joined for each in ranks):
-            raise KernelError(_apart(ranks))
         with contextlib.suppress(queue.Empty):
             rank, line, at = events.get(timeout=0.1)
             if line:
@@ -295,8 +313,12 @@ def _watch(
             elif not (rank.answered or rank.failure):
                 rank.closed_at = at
             continue
+        # Here everything that was said has been heard, also after this process itself was stopped.
+        if not failures and now > deadline and not all(each.joined for each in ranks):
+            raise KernelError(_apart(ranks))
         for rank in ranks:
             _look(rank)
+            _refuse_stopped(rank, len(ranks))
 
 
 def _take(
@@ -305,7 +327,9 @@ def _take(
     """What a rank says."""
     try:
         said = json.loads(line)
-    except ValueError:
+        if not isinstance(said, dict):
+            raise ValueError
+    except (ValueError, RecursionError):
         said = {"error": "it wrote what is no answer", "kind": "defect", "at": at}
         said["details"] = whole_characters(line[:TAIL_BYTES].decode(errors="replace"))
     if "told" in said:
@@ -359,6 +383,34 @@ def _look(rank: _Rank) -> None:
         sentence=how + (f"; its last words: {last[:300]}" if last else ""),
         details=tail,
     )
+
+
+def _refuse_stopped(rank: _Rank, world: int) -> None:
+    """Refuse to wait for a rank that a signal has stopped: the others would, for minutes.
+
+    Raises:
+        KernelError: it has not gone on for STOPPED_SECONDS.
+    """
+    if rank.answered or rank.failure or not is_stopped(rank.child.pid):
+        rank.stopped_at = None
+        return
+    now = time.monotonic()
+    rank.stopped_at = rank.stopped_at or now
+    if now >= rank.stopped_at + STOPPED_SECONDS:
+        raise KernelError(
+            f"rank {rank.number} of {world} (process {rank.child.pid}) was stopped by a signal and "
+            f"did not go on within {STOPPED_SECONDS:.0f} s, while the others waited for it; start "
+            "again, and leave its process alone"
+        )
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a signal (SIGSTOP) has stopped a process; Linux says."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_bytes()
+    except OSError:
+        return False
+    return status.rpartition(b")")[2].split()[:1] == [b"T"]
 
 
 def first_of(failures: Sequence[Failure]) -> Failure:
@@ -454,6 +506,7 @@ def _sweep(pids: Sequence[int], since: float) -> None:
     places = [
         (Path(tempfile.gettempdir()), re.compile(rf"symm_mem-({numbers})(\D.*)?")),
         (_SHARED_MEMORY, re.compile(rf"torch_({numbers})_\w+")),
+        (_SHARED_MEMORY, re.compile(rf"workbench-mailbox-({numbers})-\w+")),
     ]
     found = [
         path for folder, name in places for path in _ours(folder, 0.0) if name.fullmatch(path.name)

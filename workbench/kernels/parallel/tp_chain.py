@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from workbench.errors import KernelError
 from workbench.kernels import registry
 from workbench.kernels.parallel.mailbox import Mailbox
 from workbench.kernels.parallel.ranks import Ranks
 from workbench.kernels.rank import naive
 from workbench.kernels.rank.chain import RankStep
+from workbench.kernels.rank.stages import refuse_foreign
 from workbench.kernels.rank.state import RankState
 from workbench.kernels.rank.weights import RankWeights
 from workbench.kernels.requirements import Where
@@ -52,6 +54,33 @@ def best_token(logits: Tensor, ranks: Ranks) -> Tensor:
     return each[..., 1].gather(-1, best)[:, 0].long()
 
 
+def refuse_made(name: str, made: object, h: Tensor) -> None:
+    """Refuse what a variant of ``reduced_boundary`` gave, where it is no stream and no norm of it.
+
+    Raises:
+        KernelError: with what it should be.
+    """
+    if isinstance(made, tuple) and len(made) == 2:
+        like = [
+            (each.shape, each.dtype, each.device) == (h.shape, h.dtype, h.device)
+            for each in made
+            if isinstance(each, Tensor)
+        ]
+        if like == [True, True]:
+            return
+    found = made if isinstance(made, tuple) else (made,)
+    said = ", ".join(
+        f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
+        if isinstance(each, Tensor)
+        else type(each).__name__
+        for each in found
+    )
+    raise KernelError(
+        f"the variant {name} of {OP} gave ({said:.120}): return the new stream and its norm, both "
+        f"{str(h.dtype).removeprefix('torch.')} {list(h.shape)} on {h.device}"
+    )
+
+
 class TpRankStep(RankStep):
     """One decode step of the group's model; every rank calls its own, together with the others.
 
@@ -72,8 +101,12 @@ class TpRankStep(RankStep):
         """Resolve the forms, as :class:`RankStep` does.
 
         Raises:
-            KernelError: an unknown operation or form, or one that cannot run here.
+            KernelError: an unknown operation or form, one that cannot run here, or a state or a
+                mailbox of other weights or ranks.
         """
+        refuse_foreign(weights, state)
+        if mailbox is not None:
+            mailbox.refuse_other(ranks, weights.shapes.hidden, weights.dtype, weights.device)
         own = dict(variants or {})
         name = own.pop(OP, None)
         super().__init__(weights, state, own)
@@ -114,6 +147,7 @@ class TpRankStep(RankStep):
         made = self._reduced(
             self.ranks, self.mailbox, self._exchanges, h, sublayer, post, scale, following, eps
         )
+        refuse_made(self.variants[OP], made, h)
         self._exchanges += 1
         return made
 

@@ -24,6 +24,7 @@ from workbench.kernels.parallel.tp_chain import best_token, partial_embedding
 from workbench.kernels.rank import triton_vectors as tv
 from workbench.kernels.rank.fused import FusedStep, _Boundary
 from workbench.kernels.rank.fused_config import FusedConfig
+from workbench.kernels.rank.stages import refuse_foreign
 from workbench.kernels.rank.state import RankState
 from workbench.kernels.rank.weights import LayerWeights, RankWeights
 
@@ -92,10 +93,14 @@ class TpFusedStep(FusedStep):
         """As ``FusedStep``; token ids are of all ranks' vocabulary, rank by rank.
 
         Raises:
-            KernelError: as ``FusedStep``, another exchange, or a configuration whose products
-                compute their own boundary or, with the exchange ``products``, cannot send it.
+            KernelError: as ``FusedStep``, another exchange, a state or a mailbox of other weights
+                or ranks, or a configuration whose products compute their own boundary or, with the
+                exchange ``products``, cannot send it.
         """
         refuse_exchange(exchange, mailbox)
+        refuse_foreign(weights, state)
+        if mailbox is not None:
+            mailbox.refuse_other(ranks, weights.shapes.hidden, weights.dtype, weights.device)
         super().__init__(weights, state, dependent=dependent, config=config)
         if self.config.norm_in_qkvg or self.config.norm_in_router:
             raise KernelError(

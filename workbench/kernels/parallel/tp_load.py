@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.errors import KernelError
 from workbench.kernels.parallel import triton_exchange as tx
 from workbench.kernels.parallel.mailbox import Mailbox
 from workbench.kernels.parallel.ranks import Ranks
@@ -50,10 +51,13 @@ class TpLoadStep(LoadStep):
         """As ``LoadStep``; ``two`` (None: as ``two_shots`` says): rows have owners.
 
         Raises:
-            KernelError: as ``LoadStep``, another exchange, or more rows than the mailbox has room
-                for.
+            KernelError: as ``LoadStep``, another exchange, a state or a mailbox of other weights
+                or ranks, or more rows than the mailbox has room for.
         """
         refuse_exchange(exchange, mailbox, ("nccl", "boundary"))
+        _refuse_foreign(weights, state)
+        if mailbox is not None:
+            mailbox.refuse_other(ranks, weights.shapes.hidden, weights.dtype, weights.device)
         super().__init__(
             weights, state, dependent=dependent, advance=advance, choices=choices, config=config
         )
@@ -152,3 +156,24 @@ class TpLoadStep(LoadStep):
             st.token.copy_(st.next_token)
             st.position.add_(1)
             torch.minimum(st.position, st.last, out=st.position)
+
+
+def _refuse_foreign(weights: RankWeights, state: LoadState) -> None:
+    """Refuse a state that was made for other weights: kernels would read beside its caches.
+
+    Raises:
+        KernelError: with what differs.
+    """
+    k, kinds = state.k[0], [layer.full for layer in weights.layers]
+    pairs = {
+        "sizes": (state.shapes, weights.shapes),
+        "layers": (list(state.kinds[: len(kinds)]), kinds),  # a state of more layers will do
+        "dtype": (k.dtype, weights.dtype),
+        "device": (k.device, weights.device),
+    }
+    other = [what for what, (found, wanted) in pairs.items() if found != wanted]
+    if other:
+        raise KernelError(
+            f"this state is of other weights ({', '.join(other)} differ): make one with "
+            "LoadState(weights, contexts), or over a state of theirs"
+        )

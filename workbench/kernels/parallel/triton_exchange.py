@@ -25,6 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.errors import KernelError
 from workbench.kernels.parallel.mailbox import Mailbox
 from workbench.kernels.rank.load_products import _sublayer
 from workbench.kernels.rank.triton_vectors import options, parts, release, wait
@@ -457,7 +458,22 @@ def two_shots(rows: int, world: int) -> bool:
 
 def _tiles(mailbox: Mailbox, hidden: int) -> tuple[int, int, int, int]:
     """K, P, K0, K1 of the kernels."""
-    return (hidden, hidden // mailbox.words, *parts(mailbox.words))
+    return (hidden, values_a_word(mailbox, hidden), *parts(mailbox.words))
+
+
+def values_a_word(mailbox: Mailbox, hidden: int) -> int:
+    """1 of float32, 2 of BF16.
+
+    Raises:
+        KernelError: the mailbox is of rows of another width, beside which a kernel would write.
+    """
+    found, rest = divmod(hidden, mailbox.words)
+    if rest or found not in (1, 2):
+        raise KernelError(
+            f"rows of {hidden} values do not fit a mailbox of {mailbox.words} words a row: open "
+            "one with Mailbox.open(ranks, hidden, dtype) of these rows"
+        )
+    return found
 
 
 def _others(mailbox: Mailbox) -> tuple[int, int, int]:

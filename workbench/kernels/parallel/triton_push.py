@@ -29,7 +29,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from workbench.kernels.parallel.mailbox import Mailbox
-from workbench.kernels.parallel.triton_exchange import _as_words, _boxes, _others, _send
+from workbench.kernels.parallel.triton_exchange import (
+    _as_words,
+    _boxes,
+    _others,
+    _send,
+    values_a_word,
+)
 from workbench.kernels.rank.triton_attention import projected_rows
 from workbench.kernels.rank.triton_experts import down_rows
 from workbench.kernels.rank.triton_vectors import options, parts, product_rows
@@ -155,7 +161,7 @@ def push_experts_down(
 
 def _place(mailbox: Mailbox, hidden: int) -> tuple[int, int, int, int, int]:
     """ROOM, P, W, W2, RANK of the kernels."""
-    return mailbox.rows, hidden // mailbox.words, *_others(mailbox)
+    return mailbox.rows, values_a_word(mailbox, hidden), *_others(mailbox)
 
 
 def launch_o_proj(
