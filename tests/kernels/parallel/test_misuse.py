@@ -18,7 +18,6 @@ from torch import Tensor
 
 from workbench.errors import KernelError
 from workbench.kernels import registry
-from workbench.kernels.parallel import mailbox as mailboxes
 from workbench.kernels.parallel import ranks as places
 from workbench.kernels.parallel.check import check_group
 from workbench.kernels.parallel.jobs import DECODE, PREFILL, _read
@@ -107,7 +106,7 @@ def test_nobody_joins_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_mailbox_that_cannot_be_opened(more: dict[str, Any], said: str) -> None:
-    how = {"hidden": 64, "dtype": torch.float32} | more
+    how: dict[str, Any] = {"hidden": 64, "dtype": torch.float32, **more}
     with pytest.raises(KernelError, match=said):
         Mailbox.open(alone(), **how)
 
@@ -154,7 +153,7 @@ def test_memory_of_all_ranks_is_there_before_it_is_written(
         seen.append(512 * status.st_blocks >= status.st_size > 0)
         return mapped(name, **how)
 
-    monkeypatch.setattr(mailboxes.torch, "from_file", noted)
+    monkeypatch.setattr(torch, "from_file", noted)
     in_threads(2, lambda ranks: Mailbox.open(ranks, 64, torch.float32).inbox.shape)
     assert seen == [True] * 4
     assert own_files() == kept
@@ -184,7 +183,8 @@ def test_every_step_refuses_what_is_not_its_own() -> None:
     few = RankWeights.random(small_config(), 1, device="cpu", dtype=torch.float32, layers=1)
     short = RankState(few, 40)
     box = Mailbox.open(alone(), 2 * weights.shapes.hidden, torch.float32)
-    for step in (TpRankStep, TpFusedStep):
+    steps: tuple[Any, ...] = (TpRankStep, TpFusedStep)
+    for step in steps:
         how: dict[str, Any] = {"exchange": "nccl"} if step is TpFusedStep else {}
         with pytest.raises(KernelError, match=r"state is of other weights \(dtype differ"):
             step(weights, foreign, alone(), **how)
@@ -278,7 +278,7 @@ def test_wrong_values_of_a_variant_are_caught(spoil: Any, said: str | None) -> N
     ("usual", "name", "value"),
     [
         *((DECODE, "batches", value) for value in (1, "1", [], [0], [1.5], [True], None)),
-        *((DECODE, "contexts", value) for value in ([None], {"a": 1})),
+        *((DECODE, "contexts", value) for value in ([None], [2.5])),
         *((DECODE, "variants", value) for value in ("naive", [], [1])),
         *((DECODE, "prefill", value) for value in (3, [], {"speed": 1}, {"tokens": "x"})),
         *((DECODE, "experts", value) for value in ("fp4", None, [])),

@@ -355,6 +355,19 @@ def test_no_socket_to_meet_at(monkeypatch: pytest.MonkeyPatch) -> None:
         run_ranks("start_jobs:total", {}, 1, device="cpu")
 
 
+def test_a_store_that_cannot_reach_itself_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unreachable(*_: Any, master_listen_fd: int, timeout: Any, **__: Any) -> Any:
+        os.close(master_listen_fd)
+        assert timeout.total_seconds() <= 30
+        raise torch.distributed.DistNetworkError("no connection\nframe #1")
+
+    monkeypatch.setattr("torch.distributed.TCPStore", unreachable)
+    with pytest.raises(KernelError, match=r"cannot meet on 127\.0\.0\.1: no connection frame #1; "):
+        run_ranks("start_jobs:total", {}, 1, device="cpu")
+
+
 def test_a_killed_ranks_mailbox_is_swept_up_and_no_other() -> None:
     left, other = (Path(f"/dev/shm/workbench-mailbox-{n}-x_y1") for n in (2**22 + 1, 2**22 + 2))
     try:

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from workbench.errors import KernelError
 from workbench.kernels.child import command, signal_name, surroundings, whole_characters
-from workbench.kernels.parallel.ranks import LOOPBACK, STORE_PORT, without_multicast
+from workbench.kernels.parallel.ranks import CONNECT, LOOPBACK, STORE_PORT, without_multicast
 
 # In the environment of a rank that run_ranks started: the process id of what started it.
 MARK = "WORKBENCH_RANKS_CHILD_OF"
@@ -221,9 +221,20 @@ def _hold_store(held: contextlib.ExitStack) -> int:
         ) from error
     port = int(door.getsockname()[1])
     made: Any = dist.TCPStore  # type: ignore[attr-defined]
-    store = [
-        made(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
-    ]
+    # It connects to itself, and where it cannot, no Ctrl-C reaches it until its patience is over.
+    try:
+        store = [
+            made(
+                LOOPBACK, port, is_master=True, wait_for_workers=False,
+                master_listen_fd=door.detach(), timeout=CONNECT,
+            )
+        ]  # fmt: skip
+    except RuntimeError as error:
+        words = " ".join(str(error).split())
+        raise KernelError(
+            f"the ranks cannot meet on {LOOPBACK}: {words:.160}; bring the loopback interface up, "
+            "or let this process open more files (ulimit -n)"
+        ) from error
     held.callback(store.clear)
     return port
 
