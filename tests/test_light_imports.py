@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import subprocess
 import sys
 
@@ -59,3 +61,25 @@ print(plan.fits, step.seconds > 0)
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert result.stdout == "True True\n", result.stderr
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["workbench", *(f"workbench.{room}" for room in (
+        "kernels", "model", "serving", "spec", "training", "views",
+    ))],
+)  # fmt: skip
+def test_no_public_name_is_that_of_a_module_beside_it(package: str) -> None:
+    """Importing the module would put it in the place of what is asked for by that name."""
+    found = importlib.import_module(package)
+    modules = {each.name for each in pkgutil.iter_modules(found.__path__)}
+    assert modules
+    assert set(getattr(found, "__all__", ())) & modules == set()
+
+
+def test_a_view_is_no_module_once_its_neighbour_was_drawn() -> None:
+    code = (
+        "from workbench import views; views.parallel_load; views.rank_verify; "
+        "assert not [n for n in views.__all__ if type(getattr(views, n)).__name__ == 'module']"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

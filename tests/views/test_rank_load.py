@@ -13,8 +13,8 @@ import pytest
 from workbench.errors import KernelError, WorkbenchError
 from workbench.kernels.rank.recorded_loads import LOAD, PREFILL, recorded_load, recorded_prefill
 from workbench.kernels.rank.recorded_runs import RECORDED
-from workbench.views.rank_load import _mode, rank_load, rank_verify
-from workbench.views.rank_prefill import rank_prefill
+from workbench.views.rank_batches import _mode, rank_load, rank_verify
+from workbench.views.rank_prompts import rank_prefill
 
 CHECKOUT = Path(__file__).parents[2] / "benchmarks" / "results"
 REPLAYS = {1: 4.47, 2: 5.33, 4: 7.26, 8: 11.1, 16: 16.1, 32: 23.9, 64: 31.9, 128: 36.2}

@@ -47,14 +47,14 @@ _PUBLIC = {
     "kv_growth": "kv_figures",
     "kv_per_gpu": "kv_memory",
     "kv_strip": "kv_figures",
-    "layer_parity": "layer_parity",
+    "layer_parity": "parity_figure",
     "layer_strip": "layers",
     "live": "live_tokens",
     "logit_lens": "lens",
     "objective_curve": "adaptive_objective",
-    "parallel_calls": "parallel_calls",
-    "parallel_load": "parallel_calls",
-    "parallel_prefill": "parallel_prefill",
+    "parallel_calls": "parallel_costs",
+    "parallel_load": "parallel_costs",
+    "parallel_prefill": "parallel_layouts",
     "parallel_waterfall": "parallel_decode",
     "parameter_treemap": "parameters",
     "plan_table": "kv_pages",
@@ -63,9 +63,9 @@ _PUBLIC = {
     "rank_contexts": "rank_lengths",
     "rank_kernels": "rank_times",
     "rank_leave_one_out": "rank_decode",
-    "rank_load": "rank_load",
-    "rank_prefill": "rank_prefill",
-    "rank_verify": "rank_load",
+    "rank_load": "rank_batches",
+    "rank_prefill": "rank_prompts",
+    "rank_verify": "rank_batches",
     "rank_waterfall": "rank_decode",
     "reconciliation": "startup",
     "reliability_diagram": "adaptive_reliability",
@@ -148,25 +148,25 @@ if TYPE_CHECKING:
     from workbench.views.kv_memory import kv_per_gpu as kv_per_gpu
     from workbench.views.kv_pages import kv_accounts as kv_accounts
     from workbench.views.kv_pages import plan_table as plan_table
-    from workbench.views.layer_parity import layer_parity as layer_parity
     from workbench.views.layers import layer_strip as layer_strip
     from workbench.views.lens import logit_lens as logit_lens
     from workbench.views.live_tokens import live as live
     from workbench.views.machine import this_machine as this_machine
     from workbench.views.model_check import step_comparisons as step_comparisons
-    from workbench.views.parallel_calls import parallel_calls as parallel_calls
-    from workbench.views.parallel_calls import parallel_load as parallel_load
+    from workbench.views.parallel_costs import parallel_calls as parallel_calls
+    from workbench.views.parallel_costs import parallel_load as parallel_load
     from workbench.views.parallel_decode import parallel_waterfall as parallel_waterfall
-    from workbench.views.parallel_prefill import parallel_prefill as parallel_prefill
+    from workbench.views.parallel_layouts import parallel_prefill as parallel_prefill
     from workbench.views.parameters import parameter_treemap as parameter_treemap
+    from workbench.views.parity_figure import layer_parity as layer_parity
     from workbench.views.positions import position_reach as position_reach
     from workbench.views.published_serving import beside_published as beside_published
+    from workbench.views.rank_batches import rank_load as rank_load
+    from workbench.views.rank_batches import rank_verify as rank_verify
     from workbench.views.rank_decode import rank_leave_one_out as rank_leave_one_out
     from workbench.views.rank_decode import rank_waterfall as rank_waterfall
     from workbench.views.rank_lengths import rank_contexts as rank_contexts
-    from workbench.views.rank_load import rank_load as rank_load
-    from workbench.views.rank_load import rank_verify as rank_verify
-    from workbench.views.rank_prefill import rank_prefill as rank_prefill
+    from workbench.views.rank_prompts import rank_prefill as rank_prefill
     from workbench.views.rank_times import rank_kernels as rank_kernels
     from workbench.views.residual import residual_scale as residual_scale
     from workbench.views.serving_board import serving as serving
