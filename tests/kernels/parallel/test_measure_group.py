@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,3 +224,37 @@ def test_processes_measure_a_batch_together(together: Callable[..., list[Any]]) 
         assert row["milliseconds"] > 0
         assert row["communication_milliseconds"] == pytest.approx(given - alone)
     assert run["fastest"] in run["variants"]
+
+
+def test_an_all_reduce_that_cannot_be_is_left_out_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of any rank; a GPU that broke or is full is no such reason, and ends the run."""
+
+    def ways(error: Exception | None) -> None:
+        def way(work: Any, rows: int) -> Any:
+            if error is not None:
+                raise error
+            return lambda: None
+
+        for name in ("_nccl", "_exchange", "_one_shot"):
+            monkeypatch.setattr(measure, name, way)
+
+    told = ["", "no peer\naccess"]
+    work: Any = SimpleNamespace(
+        weights=SimpleNamespace(device=torch.device("cuda")),
+        ranks=SimpleNamespace(world=2, tell=lambda own: [own, told[1]]),
+        refuse_lost=lambda: None,
+    )
+    for error, reason in ((None, "no peer\naccess"), (KernelError("no\nroom"), "no room")):
+        ways(error)
+        left_out: dict[str, str] = {}
+        (found,) = measure._calls(work, [8], left_out)
+        assert found == {
+            "rows": 8, "nccl_us": None, "exchange_us": None, "torch_one_shot_us": None
+        }  # fmt: skip
+        assert left_out == {f"{name} of 8 rows": reason for name in found if name != "rows"}
+    for broken in (torch.OutOfMemoryError("full"), torch.AcceleratorError("illegal address")):
+        ways(broken)
+        with pytest.raises(type(broken)):
+            measure._calls(work, [8], {})

@@ -178,8 +178,8 @@ def measure_group(
     work = _Work(weights, ranks, bandwidth, rounds)
     document = _head(weights, ranks, own, rounds, model, max(batches))
     say(0, each * len(pairs) + 1, "all-reduces alone")
-    document["calls"] = _calls(work, sorted(set(batches)))
     document["runs"], document["left_out"] = [], {}
+    document["calls"] = _calls(work, sorted(set(batches)), document["left_out"])
     for index, (batch, context) in enumerate(pairs):
         label = f"batch {batch}, context {context:,}"
         place = iter(range(1 + each * index, 1 + each * (index + 1)))
@@ -660,37 +660,40 @@ def _head(
 # ------------------------------------------------------------------ all-reduces alone
 
 
-def _calls(work: _Work, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Microseconds of one all-reduce of each number of rows; nothing without GPUs."""
+def _calls(work: _Work, sizes: Sequence[int], left_out: dict[str, str]) -> list[dict[str, Any]]:
+    """Microseconds of one all-reduce of each number of rows; nothing without GPUs.
+
+    Why one cannot be is told in ``left_out``.
+    """
     if work.weights.device.type != "cuda" or work.ranks.world == 1:
         return []
-    found = [
-        {
-            "rows": rows,
-            "nccl_us": _call_us(work, rows, _nccl),
-            "exchange_us": _call_us(work, rows, _exchange),
-            "torch_one_shot_us": _call_us(work, rows, _one_shot),
-        }
-        for rows in sizes
-    ]
+    ways = {"nccl_us": _nccl, "exchange_us": _exchange, "torch_one_shot_us": _one_shot}
+    found: list[dict[str, Any]] = []
+    for rows in sizes:
+        found.append({"rows": rows})
+        for name, way in ways.items():
+            spent = _call_us(work, rows, way)
+            if isinstance(spent, str):
+                left_out[f"{name} of {rows} rows"] = spent
+            found[-1][name] = None if isinstance(spent, str) else spent
     work.refuse_lost()
     return found
 
 
-def _call_us(
-    work: _Work, rows: int, way: Callable[[_Work, int], Callable[[], Any]]
-) -> float | None:
-    """Microseconds of one of ``CALLS`` all-reduces of a graph; None where that cannot be."""
-    ranks = work.ranks
+def _call_us(work: _Work, rows: int, way: Callable[[_Work, int], Callable[[], Any]]) -> float | str:
+    """Microseconds of one of ``CALLS`` all-reduces of a graph; a sentence where that cannot be."""
+    ranks, run, reason = work.ranks, None, ""
     try:
         run = way(work, rows)
         run()
-    except (KernelError, RuntimeError, AttributeError, ImportError, NotImplementedError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+    except (KernelError, RuntimeError, AttributeError, ImportError) as error:
+        # A full or broken GPU ends the run; another torch may lack its own all-reduce, or refuse.
+        if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
             raise
-        run = None
-    if not all(ranks.tell(run is not None)) or run is None:
-        return None
+        reason = f"{' '.join(str(error).split()):.300}" or type(error).__name__
+    reasons = ranks.tell(reason)
+    if any(reasons) or run is None:
+        return str(next(each for each in reasons if each))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

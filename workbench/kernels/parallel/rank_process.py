@@ -9,6 +9,7 @@ Torchrun can start it too::
 
 from __future__ import annotations
 
+import abc
 import argparse
 import importlib
 import json
@@ -201,25 +202,25 @@ def _lost(error: BaseException | None) -> bool:
     return False
 
 
-class _Voice:
+class _Voice(abc.ABC):
     """How a rank is heard."""
 
     keeps_stderr = True  # nobody sees it unless asked: a traceback may go there
 
-    def state(self, name: str) -> None:
+    def state(self, name: str) -> None:  # noqa: B027 - torchrun's users need not hear of it
         """It is "here", then it has "joined"."""
 
+    @abc.abstractmethod
     def told(self, done: int, of: int, label: str) -> None:
         """Progress: so many of so many are done; next is ``label``."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def result(self, answer: bytes, path: str) -> None:
         """It is done; ``answer`` is JSON, and only rank 0's is not null."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def failed(self, at: float, kind: str, sentence: str, details: str) -> None:
         """It ends for this reason."""
-        raise NotImplementedError
 
 
 class _ToStarter(_Voice):

@@ -19,6 +19,7 @@ from torch import Tensor
 from workbench.errors import KernelError
 from workbench.kernels import registry
 from workbench.kernels.rank import fp8, naive
+from workbench.kernels.rank.alone import Alone
 from workbench.kernels.rank.state import RankState
 from workbench.kernels.rank.weights import LayerWeights, RankWeights
 from workbench.kernels.reach import Reach
@@ -121,7 +122,7 @@ def _resolve(
     return registry.find(op, name, where).function
 
 
-class RankStep:
+class RankStep(Alone):
     """One decode step on ``state``; call it to launch it on the current stream.
 
     Attributes:
@@ -172,30 +173,6 @@ class RankStep:
         logits, cap = call["lm_head"](x, w.lm_head), w.shapes.softcap
         st.logits.copy_(logits if cap is None else call["softcap"](logits, cap))
         self._advance(self._choose())
-
-    # What a step of several ranks does otherwise (kernels/parallel/tp_chain.py).
-
-    def _embed(self) -> Tensor:
-        """The tokens' rows of the embedding, ``[B, H]``."""
-        return naive.embedding(self.state.token, self.weights.embed)
-
-    def _boundary(
-        self,
-        h: Tensor,
-        sublayer: Tensor,
-        post: Tensor,
-        scale: tuple[float, float],
-        following: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """The stream behind a sublayer, and its norm."""
-        made: tuple[Tensor, Tensor] = self._call["boundary"](
-            h, sublayer, post, scale, following, self.weights.shapes.eps
-        )
-        return made
-
-    def _choose(self) -> Tensor:
-        """The next tokens, int64 ``[B]``."""
-        return naive.argmax(self.state.logits)
 
     def expert_ids(self) -> Tensor:
         """Experts of the last step, int64 ``[layers, B, K]``, -1 in dense layers."""

@@ -24,6 +24,7 @@ from workbench.errors import KernelError
 from workbench.kernels import registry
 from workbench.kernels.launching import dependent_launch
 from workbench.kernels.rank import naive
+from workbench.kernels.rank.alone import Alone
 from workbench.kernels.rank.choices import refuse_experts
 from workbench.kernels.rank.prefill_state import PrefillState
 from workbench.kernels.rank.weights import DownLayout, LayerWeights, RankWeights
@@ -86,7 +87,7 @@ def _variant(form: str) -> str:
     return "torch" if form == "naive" else "triton"
 
 
-class PrefillStep:
+class PrefillStep(Alone):
     """One prefill; call it to launch it on the current stream.
 
     Attributes:
@@ -162,30 +163,6 @@ class PrefillStep:
         logits, cap = linear(x[st.last], w.lm_head), w.shapes.softcap
         st.logits.copy_(logits if cap is None else call["softcap"](logits, cap))
         st.next_token.copy_(self._choose())
-
-    # What a prefill of several ranks does otherwise (kernels/parallel/tp_prefill.py).
-
-    def _embed(self) -> Tensor:
-        """The tokens' rows of the embedding, ``[S T, H]``."""
-        return naive.embedding(self.state.token, self.weights.embed)
-
-    def _boundary(
-        self,
-        h: Tensor,
-        sublayer: Tensor,
-        post: Tensor,
-        scale: tuple[float, float],
-        following: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """The stream behind a sublayer, and its norm."""
-        made: tuple[Tensor, Tensor] = self._call["boundary"](
-            h, sublayer, post, scale, following, self.weights.shapes.eps
-        )
-        return made
-
-    def _choose(self) -> Tensor:
-        """The next tokens, int64 ``[S]``."""
-        return naive.argmax(self.state.logits)
 
     def expert_ids(self) -> Tensor:
         """Experts of the watched rows, int64 ``[layers, rows, K]``, -1 in dense layers."""
